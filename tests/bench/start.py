@@ -6,8 +6,9 @@ Help, a typing error, one question to the demo about its report, and `import tor
 command that loads a model. With --old the same commands of another checkout take turns with ours. The first round does
 not count: it writes bytecode and looks at the machine once.
 
-Last the question to --model beside `kvcli serve`, in turns with the same without it: user time of the command and of
-its process in the server, wall time, and wall time to the first character of the answer.
+Last the question to --model, and one without a document, beside `kvcli serve`, in turns with the same without it and
+with those of --old: user time of the command and of its process in the server, wall time, and wall time to the first
+character of the answer.
 """
 
 from __future__ import annotations
@@ -46,11 +47,11 @@ def once(command: list[str], checkout: Path, home: str) -> tuple[float, float]:
     return used.ru_utime, time.perf_counter() - began
 
 
-def asked(command: list[str], home: str, server: int) -> tuple[float, float, float]:
+def asked(command: list[str], checkout: Path, home: str, server: int) -> tuple[float, float, float]:
     """User seconds of a command, with its process in the server; its wall seconds; those to its first character."""
     before, began = _of_children(server), time.perf_counter()
     pipes: dict[str, Any] = {"stdin": subprocess.DEVNULL, "stderr": subprocess.DEVNULL, "stdout": subprocess.PIPE}
-    child = subprocess.Popen([sys.executable, *command], cwd=home, env=environment(ROOT, home), bufsize=0, **pipes)
+    child = subprocess.Popen([sys.executable, *command], cwd=home, env=environment(checkout, home), bufsize=0, **pipes)
     child.stdout.read(1)
     first = time.perf_counter() - began
     while child.stdout.read(1 << 16):
@@ -84,22 +85,29 @@ def start(
                 user, wall = ([one[j] for one in found] for j in (0, 1))
                 row = {"command": command, "side": side, "user_s": median(user), "wall_s": median(wall)}
                 yield {**row, "user_low": min(user), "user_high": max(user)}
-        home = str(Path(folder, "ours"))
-        serves = [sys.executable, "-m", "kvcli", "serve", model, "--port", "0"]
-        pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.DEVNULL}
-        server = subprocess.Popen(serves, cwd=home, env=environment(ROOT, home), **pipes)
-        server.stdout.readline()  # its address: the model is loaded
-        (file,) = Path(home, "state", "resident").glob("*.json")
-        question = [model if word == "demo" else word for word in COMMANDS["one question"]]
-        sides = {"kvcli serve": [], "loads itself": ["--no-server"]}
-        works = {side: partial(asked, question + extra, home, int(file.stem)) for side, extra in sides.items()}
-        for side, found in in_turns(works, reps).items():
-            user, wall, first = ([one[j] for one in found] for j in (0, 1, 2))
-            row = {"command": f"one question to {Path(model).name}", "side": side, "user_s": median(user)}
-            row |= {"wall_s": median(wall), "first_s": median(first), "first_low": min(first)}
-            yield {**row, "user_low": min(user), "user_high": max(user)}
-        server.terminate()
-        server.wait()
+        servers, processes = [], dict[str, tuple[Path, str, int]]()
+        for side, at in checkouts.items():
+            home = str(Path(folder, side))
+            serves = [sys.executable, "-m", "kvcli", "serve", model, "--port", "0"]
+            pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.DEVNULL}
+            servers.append(subprocess.Popen(serves, cwd=home, env=environment(at, home), **pipes))
+            servers[-1].stdout.readline()  # its address: the model is loaded
+            (file,) = Path(home, "state", "resident").glob("*.json")
+            processes[f"kvcli serve, {side}"] = at, home, int(file.stem)
+        report = [model if word == "demo" else word for word in COMMANDS["one question"]]
+        short = ["-m", "kvcli", "chat", model, "-p", "Hello", "--max-new-tokens", "4"]
+        for name, question in (("one question", report), ("no document", short)):
+            works = {side: partial(asked, question, *its) for side, its in processes.items()}
+            alone = processes["kvcli serve, ours"]
+            works["loads itself"] = partial(asked, [*question, "--no-server"], *alone)
+            for side, found in in_turns(works, reps).items():
+                user, wall, first = ([one[j] for one in found] for j in (0, 1, 2))
+                row = {"command": f"{name} to {Path(model).name}", "side": side, "user_s": median(user)}
+                row |= {"wall_s": median(wall), "first_s": median(first), "first_low": min(first)}
+                yield {**row, "user_low": min(user), "user_high": max(user)}
+        for server in servers:
+            server.terminate()
+            server.wait()
 
 
 if __name__ == "__main__":
