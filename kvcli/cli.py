@@ -186,6 +186,8 @@ def main() -> None:
         except Forked as fork:  # in a process of its own, which has left the code of the parent's command
             fork.become()
             shared, command = world.shared, fork
+            if shared is not None:
+                shared.begin()
         except KeyboardInterrupt:
             if command is not None:
                 command.tell_end(ExitStatus.INTERRUPTED)

@@ -70,9 +70,12 @@ class SharedWeights:
         use_threads(threads)
         if threads > 1:  # torch's layers may divide their sums among them
             self.lm.is_row_invariant = is_invariant(self.lm)
+        return self.tokenizer, self.lm
+
+    def begin(self) -> None:
+        """Start the sandbox of the chat template, for which the first question of a process would wait."""
         if (chats := vars(self.tokenizer).get("apply_chat_template")) and self.tokenizer.chat_template:
             chats.start()
-        return self.tokenizer, self.lm
 
 
 def open_model(found: Source, load: Load) -> tuple[PreTrainedTokenizerBase, LM]:
