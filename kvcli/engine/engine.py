@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Generic
 
 import torch
 
-from kvcli.engine.cuda_graphs.captured_pass import captured_passes
+from kvcli.engine.cuda_graphs.captured_passes import captured_passes
 from kvcli.engine.drafting.pass_timer import Company, PassTimer
 from kvcli.engine.forward import BatchedPass, ForwardPass, run_layers, state_shim
 from kvcli.engine.forward_request import Coroutine, E, ForwardRequest, ForwardResult, Passes, T
@@ -67,6 +67,7 @@ def _run(lm: LM, requests: Sequence[ForwardRequest]) -> Iterator[ForwardResult]:
     if (captured := captured_passes(lm)) is not None and (replayed := captured.run(requests)) is not None:
         yield from replayed
         return
+    requests = [request.with_known_ids() for request in requests]
     passes = [ForwardPass(request) for request in requests]
     way = BatchedPass(passes) if len(passes) > 1 else passes[0]
     if lm.recurrent_layers:

@@ -8,7 +8,7 @@ or a batch of many.
 from __future__ import annotations
 
 from collections.abc import Callable, Generator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from inspect import isgenerator
 from typing import TYPE_CHECKING, Literal, TypeVar
 
@@ -240,11 +240,19 @@ class ForwardRequest:
     hidden: Tensor | None = None
     only_kv: bool = False  # the pass ends once it has the keys and values of the last of these layers
     record_hidden_states: bool = False  # return the hidden state of each wanted row, as the output layer gets it
+    # its first choice after its first row is the token of the only row, which the host has not read: `rows` has -1
+    follows: ForwardResult | None = None
 
     @property
     def is_preparing(self) -> bool:
         """True if the pass neither samples a token nor prefills a prompt: it prepares such a pass."""
         return self.draw is None and not self.is_prompt
+
+    def with_known_ids(self) -> ForwardRequest:
+        """Return the request with the token of its row in `rows`, for which the host may wait."""
+        if self.follows is None:
+            return self
+        return replace(self, rows=replace(self.rows, ids=[int(self.follows.hook_output(0)[0])]), follows=None)
 
 
 @dataclass(slots=True)  # not frozen: one is made per layer and pass, and freezing takes four times as long
@@ -273,6 +281,7 @@ class ForwardResult:
     # advances the recurrent states by so many rows; None = no recurrent layers
     fold: Callable[[int], None] | None = None
     company: Company | None = None  # what shared a decoding pass; None = nothing
+    choices: Tensor | None = None  # [n, m]: hook output on the device, for the next pass; None = only the host has it
 
 
 Passes = Generator[ForwardRequest, ForwardResult, T]  # generator that may request forward passes; it returns T

@@ -7,7 +7,7 @@ Tiny random models. A wait is an operation whose result the host needs before it
 count is the same on any device; what the host knows by itself (numpy, lists, what was made of tensors that came over)
 is none. With the name of the line that waits.
 
-Each side once by single operations, and once recorded (engine/cuda_graphs/captured_pass.py): on a CPU by a device that
+Each side once by single operations, and once recorded (engine/cuda_graphs/captured_passes.py): on a CPU by a device that
 stands for CUDA's graphs and counts what waits for it (tests/fake_graphs.py). Then operations are those that are not
 replayed.
 """
@@ -30,7 +30,8 @@ from torch.utils.weak import WeakTensorKeyDictionary
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
-from kvcli.engine.cuda_graphs.captured_pass import CapturedPasses, CudaGraphs, captured_passes
+from kvcli.engine.cuda_graphs.capture import CudaGraphs
+from kvcli.engine.cuda_graphs.captured_passes import CapturedPasses, captured_passes
 from kvcli.engine.engine import run_to_end
 from kvcli.engine.loading.open_lm import wrap_lm
 from kvcli.engine.sequence.sampler import Sampler

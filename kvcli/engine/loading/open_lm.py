@@ -16,7 +16,8 @@ from transformers import AttentionInterface
 
 from kvcli import environment
 from kvcli.engine import forward
-from kvcli.engine.cuda_graphs.captured_pass import CapturedPasses, CudaGraphs, captured_passes
+from kvcli.engine.cuda_graphs.capture import CudaGraphs
+from kvcli.engine.cuda_graphs.captured_passes import CapturedPasses, captured_passes
 from kvcli.engine.hf import model_settings
 from kvcli.engine.hf.fused_experts import serve_experts_
 from kvcli.engine.hf.fused_layers import direct_forward_of, fuse_
@@ -277,7 +278,7 @@ def capture_like(head: LM, target: LM) -> LM:
 
 
 def enable_graph_capture(lm: LM, graphs: str) -> None:
-    """Enable captured passes (captured_pass.py) if the device supports them. The backend's description names them,
+    """Enable captured passes (captured_passes.py) if the device supports them. The backend's description names them,
     or why not."""
     whys = (
         triton_support.why_not(lm.device, lm.dtype) if graphs == "auto" else f"load.graphs = {graphs}",
