@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from kvcli.drafts.sources.logit_recycling import top
-from kvcli.engine.cuda_graphs import captured_forward, captured_pass
+from kvcli.engine.cuda_graphs import captured_forward
 from kvcli.engine.cuda_graphs.captured_forward import CapturedForward
 from kvcli.engine.cuda_graphs.captured_passes import CapturedPasses, captured_passes
 from kvcli.engine.cuda_graphs.pass_inputs import CapturedPart, PassShape
@@ -280,6 +280,12 @@ def test_a_text_that_ends_takes_its_captured_passes_along() -> None:
 def test_a_step_waits_once_and_allocates_nothing(side: str) -> None:
     found = counted(side, 3, 4, is_recorded=True)
     assert (found["waits"], found["allocations"], found["eager"]) == (1, 0, {})
+
+
+@pytest.mark.parametrize("side", ["dense, penalties", "dense, constraint"])
+def test_what_is_drawn_apart_takes_no_further_wait_and_no_eager_pass(side: str) -> None:
+    found = counted(side, 3, 4, is_recorded=True)
+    assert (found["waits"], found["eager"]) == (1, {}), found["where"]
 
 
 def test_plain_rows_run_before_they_are_asked_for_and_one_is_dropped_behind_a_stop() -> None:
@@ -566,7 +572,7 @@ def test_a_kv_cache_that_moved_under_a_captured_pass_would_show(monkeypatch: pyt
     assert written(text, 5) == want
     frames = captured_passes(its)
     (frame,) = captured_passes(its)._passes.values()  # type: ignore[union-attr]
-    monkeypatch.setattr(CapturedPasses, "_frame", lambda *_: frame)
+    monkeypatch.setattr(CapturedPasses, "_pass", lambda *_: frame)
     text.cache.reserve(400)
     begins = [*text.ids[:-3], 60, 7, 5]
     text.resume(begins)

@@ -18,7 +18,7 @@ from kvcli.engine.forward import BatchedPass, ForwardPass, run_layers, state_shi
 from kvcli.engine.forward_request import Coroutine, E, ForwardRequest, ForwardResult, Passes, T
 from kvcli.engine.prefill.prompt_pieces import PromptPieces
 from kvcli.engine.readback import Readback, fetch
-from kvcli.engine.resources import one_pool, use_device
+from kvcli.engine.resources import check_stream, one_pool, use_device
 from kvcli.engine.step_time import StepTime
 from kvcli.kv.offload.transfer import bus_of
 from kvcli.kv.out_of_memory import as_cache_full
@@ -60,6 +60,7 @@ def group_requests(requests: Sequence[ForwardRequest]) -> list[list[int]]:
 
 def _run(lm: LM, requests: Sequence[ForwardRequest]) -> Iterator[ForwardResult]:
     use_device(lm.device)
+    check_stream(lm)
     if any(request.record_hidden_states for request in requests):
         lm.enable_hidden_states()
     if requests[0].layers is not None and lm.direct_forward is None:

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from kvcli.engine.sequence.sampler import STUCK, Sampler
 from kvcli.engine.sequence.token_history import TokenHistory
+from kvcli.kernels.attend_invariant.tables import sent
 
 if TYPE_CHECKING:
     from kvcli.engine.drafting.pass_timer import Company
@@ -182,7 +183,7 @@ class SamplingContext:
 
         The id is -1 if logits are NaN or infinite, STUCK if the constraint allows no token.
         """
-        pos = torch.tensor([rows.pos[row] for row in which], device=logits.device)
+        pos = sent(torch.tensor([rows.pos[row] for row in which]), logits.device)
         facts = None
         if self.sampler.penalties:
             facts = self.sampler.facts(self.history, [rows.path(row) for row in which], self.answer_at)
@@ -196,18 +197,16 @@ class SamplingContext:
         """Return the mask [len(which), V] of tokens allowed after each row, by its path; None = any token."""
         if self.constraint is None:
             return None
-        every, answer = torch.ones(logits.shape[-1], dtype=torch.bool), self.text[self.answer_at :]
-        found: dict[int, Tensor] = {}
+        every, answer = np.ones(logits.shape[-1], np.bool_), self.text[self.answer_at :]
+        found: dict[int, np.ndarray] = {}
         for row in which:
             before = found.get(rows.parent[row], every)
             if before[rows.ids[row]]:
                 mask = self.constraint.allowed([*answer, *rows.path(row)])
-                found[row] = every if mask is None else mask
+                found[row] = every if mask is None else mask.numpy()
             else:  # the row violates the constraint: neither it nor its descendants can be accepted
-                found[row] = torch.zeros_like(every)
-        masks = torch.stack([found[row] for row in which])
-        # a copy from pageable memory would wait for the device
-        return (masks.pin_memory() if logits.is_cuda else masks).to(logits.device, non_blocking=True)
+                found[row] = np.zeros_like(every)
+        return sent(torch.from_numpy(np.stack([found[row] for row in which])), logits.device)
 
 
 LogitsHook = Callable[["Tensor"], "Tensor"]  # logits [n, V] -> m numbers per row [n, m]

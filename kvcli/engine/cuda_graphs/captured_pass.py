@@ -31,11 +31,7 @@ class CapturedPass:
     """A captured pass over the rows of some sequences. It refers to their KV caches weakly."""
 
     def __init__(
-        self,
-        parts: Sequence[CapturedPart],
-        graphs: CudaGraphs,
-        copies: CopiesInFlight,
-        over: Callable[[object], None],
+        self, parts: Sequence[CapturedPart], graphs: CudaGraphs, copies: CopiesInFlight, over: Callable[[object], None]
     ) -> None:
         """`copies`: those of all passes of the model; `over` is called when memory that it reads moves or is freed.
         Raises HostSyncInCapture."""
@@ -121,7 +117,7 @@ class CapturedPass:
             apart = [Readback(part.request, logits[: len(part.request.want)]) for part, logits in each]
             fetch(apart)
             self._copies.finished()
-            return self._made(parts, lambda: apart, None, [False] * len(parts), is_overwritten=False)
+            return self._made(parts, lambda: apart, None, is_overwritten=False)
         known = [part.ran() if stores else None for part, stores in zip(parts, drawing.stores, strict=True)]
         read = drawing.read(self._graphs, self._copies) if under_way is None else under_way.read
         is_ahead = drawing.go_on is not None and all(map(can_run_ahead, requests))
@@ -140,8 +136,7 @@ class CapturedPass:
             backs = results()[0]
             rows = [(back.ids[0], at + 1, n) for back, (_, at, n) in zip(backs, map(first, requests), strict=True)]
             self._under_way = PendingPass(drawing, ahead, rows, uploads)
-        stored = [is_ahead or stores for stores in drawing.stores]
-        return self._made(parts, lambda: results()[0], drawing, stored, is_overwritten=is_ahead)
+        return self._made(parts, lambda: results()[0], drawing, is_overwritten=is_ahead)
 
     def _start(self, parts: Sequence[CapturedPart]) -> None:
         here, inputs = self._block()
@@ -160,7 +155,6 @@ class CapturedPass:
         parts: Sequence[CapturedPart],
         backs: Callable[[], Sequence[Readback]],
         drawing: DeviceSampling | None,
-        stored: Sequence[bool],
         *,
         is_overwritten: bool,
     ) -> list[ForwardResult]:
@@ -176,7 +170,8 @@ class CapturedPass:
                 (at,) = uploaded([recorded], self._there.device)
                 queries = [q.index_select(1, at) for q in self._queries[i]]
             shown = self._shown[i][: n if self._is_below else len(request.want)] if self._shown is not None else None
-            commits = partial(self._commit, i, part, stored[i]) if self._keep[i] is not None else None
+            is_stored = is_overwritten or (drawing is not None and drawing.stores[i])
+            commits = partial(self._commit, i, part, is_stored) if self._keep[i] is not None else None
             fresh = {} if commits is not None or part.shape.earlier else self._fresh[i]
             new = {layer: NewKV(of.k[:, :n], of.v[:, :n]) for layer, of in fresh.items()}
             shown = shown if self._is_below or part.shape.shows else None

@@ -78,9 +78,7 @@ class DraftTreeKV(BorrowingReader):
         Return their hook output. The device hands these tokens on, so that the host waits once, for the last pass."""
         first, passes = len(self), [result]
         for _ in range(n):
-            of = yield from self.add(
-                [-1], [len(self) - 1], logits_hook=logits_hook, layers=layers, follows=passes[-1]
-            )
+            of = yield from self.add([-1], [len(self) - 1], logits_hook=logits_hook, layers=layers, follows=passes[-1])
             passes.append(of)
         found = [of.hook_output(0) for of in reversed(passes)][::-1]
         self.ids[first:] = [int(output[0]) for output in found[:-1]]

@@ -77,10 +77,9 @@ def open_lm(
     began = time.perf_counter()
     where = weights.find_device(device)
     ranks, kv_heads = n_ranks(), 0
-    is_whole = where.type == "cuda" and layers_on_gpu == "auto"  # else what is asked for lies in host memory anyway
     is_quantized = CheckpointFormat.of(source.config).stays(where.type)
     refuse_quant(source.id, quant, where.type, is_quantized=is_quantized)
-    refuse_split(layers_on_gpu, where.type, is_quantized=is_quantized, is_apart=experts_on_gpu != "auto")
+    refuse_split(layers_on_gpu, experts_on_gpu, embeddings, where.type, is_quantized=is_quantized)
     if source.is_pickle and not allow_pickle:
         raise BadModel(f"the weights of {source.id} are pickle files", code="model_pickle", try_=["--allow-pickle"])
     if ranks > 1:
@@ -109,8 +108,8 @@ def open_lm(
             quant=quant,
             device=where,
             layers_on_gpu=None if layers_on_gpu == "auto" else int(layers_on_gpu),
-            experts_on_gpu=int(experts_on_gpu) if is_whole and experts_on_gpu != "auto" else None,
-            embeddings=embeddings if is_whole else "device",
+            experts_on_gpu=None if experts_on_gpu == "auto" else int(experts_on_gpu),
+            embeddings=embeddings if layers_on_gpu == "auto" else "device",  # of a split model, in host memory anyway
             head=head,
             verify=verify,
             notes=notes,
