@@ -32,7 +32,7 @@ from kvcli.engine.sequence.sampler import Sampler
 from kvcli.engine.sequence.session import GenerationSession
 from kvcli.engine.sequence.token_scores import score_tokens
 from kvcli.engine.stats import Step
-from kvcli.errors import BadModel
+from kvcli.errors import BadModel, UsageError
 from kvcli.kernels.append_kv import COLUMNS, addresses
 from kvcli.kernels.attend_invariant.tables import Table
 from kvcli.kv.slots import AttentionParams
@@ -280,6 +280,16 @@ def test_a_text_that_ends_takes_its_captured_passes_along() -> None:
 def test_a_step_waits_once_and_allocates_nothing(side: str) -> None:
     found = counted(side, 3, 4, is_recorded=True)
     assert (found["waits"], found["allocations"], found["eager"]) == (1, 0, {})
+
+
+def test_a_pass_on_another_stream_is_refused() -> None:
+    """A weight's counters of finished programs are of one stream (kernels/linear_skinny)."""
+    text = session(wrap_lm(families.build("llama", torch.float64)))
+    run_to_end(text.read(PROMPT))
+    assert text.lm.stream == 0
+    text.lm.stream = 7  # of the passes so far
+    with pytest.raises(UsageError, match="this pass is on another"):
+        run_to_end(text.step())
 
 
 @pytest.mark.parametrize("side", ["dense, penalties", "dense, constraint"])
