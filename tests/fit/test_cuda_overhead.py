@@ -103,7 +103,7 @@ def test_captured_passes_keep_what_they_compute_with_while_a_prompt_is_read():
     kept = planned(NGRAM, 24).need.base - planned(quiet, 24).need.base
     one = partial(captured_bytes, LLAMA_8B, slots=32768, number=2, kv_number=2, draws=False)
     assert one((1, 8, 16, 8, 16)) + cuda_overhead.captured(32, 5) == kept, "of 1 row, and chains and trees of 8 and 16"
-    assert 3 * MIB < one([1]) < kept < 700 * MIB
+    assert 3 * MIB < one([1]) < kept < 800 * MIB
     assert captured_sizes(64) == captured_sizes(65), "wider ones are not captured"
     assert planned(NGRAM, 24, unserved="no Triton").need.base == planned(quiet, 24).need.base
     away = NGRAM.replace(memory={"host": "4GiB"})
@@ -268,10 +268,10 @@ def test_what_was_chosen_holds_for_profiles_on_the_way(typed):
 @pytest.mark.parametrize(
     ("context", "is_tied", "want"),
     [
-        (10_000, False, {}),
-        (17_000, False, {"load.embeddings": "host"}),
-        (21_500, False, {"load.embeddings": "host", "load.head": "int8"}),
-        (21_500, True, {"load.embeddings": "host", "load.head": "int8"}),
+        (7_500, False, {}),
+        (15_000, False, {"load.embeddings": "host"}),
+        (19_000, False, {"load.embeddings": "host", "load.head": "int8"}),
+        (19_000, True, {"load.embeddings": "host", "load.head": "int8"}),
     ],
 )
 def test_on_a_card_of_8_gb_the_embeddings_leave_and_then_the_output_layer_has_8_bits(context, is_tied, want):
