@@ -55,7 +55,7 @@ ONLY = {
 # Raised by 3,500: adapters, tools, thinking, samplers, folders, addresses, OCR, and the names and formats of models.
 # Raised by 5,638: a server with page and protocols, a pool of memory, scores, models that stay loaded, other engines.
 # Raised by 1,237: kernels of joined launches and experts, weights in host memory, every pass captured; the store fell.
-# Raised by 234: drafts that the device hands on, captured passes in files by idea, memory of drafts, one stream a model.
+# Raised by 234: drafts that the device hands on, captured passes by idea, memory of drafts, one stream a model.
 MOST_LINES = 81_151
 
 

@@ -8,8 +8,8 @@ count is the same on any device; what the host knows by itself (numpy, lists, wh
 is none. With the name of the line that waits.
 
 Each side once by single operations, and once recorded (engine/cuda_graphs/captured_passes.py): on a CPU by a device
-that stands for CUDA's graphs and counts what waits for it (tests/fake_graphs.py). Then operations are those that are not
-replayed.
+that stands for CUDA's graphs and counts what waits for it (tests/fake_graphs.py). Then operations are those that are
+not replayed.
 """
 
 from __future__ import annotations
