@@ -61,6 +61,7 @@ class FakeGraphs:
         self.tape: Tape | None = None  # while recording
         self.is_inside = False  # of work that is recorded or replayed: what it allocates is the pool's
         self.of_host: set[int] = set()  # storages that are no memory of the device
+        self.copies: list[tuple[Tensor, Tensor]] = []  # to the host, under way: a wait for one is one for those before
         self.pool: list[list[Tensor]] = []  # what each that was recorded here computes with
 
     def apart(self) -> Any:
@@ -115,10 +116,13 @@ class FakeGraphs:
         self.is_inside = True
         now = there.clone()
         self.is_inside = False
+        self.copies.append(one := (here, now))
 
         def wait() -> None:
             self.waits += 1
-            here.copy_(now)
+            while any(one is left for left in self.copies):
+                first, of_first = self.copies.pop(0)
+                first.copy_(of_first)
 
         return wait
 

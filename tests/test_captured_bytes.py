@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
 from typing import Any, TypeVar
 
 import pytest
@@ -11,7 +10,8 @@ import torch
 from torch import Tensor
 
 from kvcli.engine import resources
-from kvcli.engine.cuda_graphs import captured_pass
+from kvcli.engine.cuda_graphs import captured_forward
+from kvcli.engine.cuda_graphs.captured_passes import CapturedPasses
 from kvcli.engine.engine import run_to_end
 from kvcli.engine.resources import captured_bytes
 from kvcli.engine.sequence.sampler import Sampler
@@ -73,24 +73,23 @@ def attend(q: Tensor, table: Any, k: Tensor, v: Tensor, tree: Any, scale: float,
 @pytest.mark.parametrize("rows", [1, 8])
 def test_captured_passes_hold_what_fit_counts(rows: int, sampler: Sampler, monkeypatch: pytest.MonkeyPatch) -> None:
     """And a layer has room for the answer and a captured pass's rows, no more."""
-    monkeypatch.setattr(captured_pass, "attend_captured", attend)
+    monkeypatch.setattr(captured_forward, "attend_captured", attend)
     monkeypatch.setattr(resources, "STRETCHES", 0)  # torch sums a linear layer in one go
     monkeypatch.setattr(argmax, "why_not", lambda logits: "")  # as on a card, where it makes nothing else
     monkeypatch.setattr(argmax, "argmax", lambda logits: logits.argmax(-1))
     lm, graphs = make.model("llama", torch.bfloat16, **LARGE), Weighed()
-    lm.remembers[captured_pass.CapturedPasses] = captured_pass.CapturedPasses(graphs, [rows])
+    lm.remembers[CapturedPasses] = CapturedPasses(graphs, [rows])
     truth = families.prompt(400, vocab=4000)
     drafter: Any = Off() if rows == 1 else Right(truth, 4000, 3999)
     session = make.session(lm, drafter=drafter, sampler=sampler)
     run_to_end(session.read(truth[:300]))
     run_to_end(session.step((), 64))
-    assert not lm.remembers[captured_pass.CapturedPasses].eager
+    assert not lm.remembers[CapturedPasses].eager
     (slab, *_) = session.cache._slabs.values()  # type: ignore[attr-defined]
     slots = slab.k.shape[1]
     assert slots == -(-(300 + 64 + MOST_ROWS) // 256) * 256
 
     shape = shape_of(lm.model.config.get_text_config().to_dict())
-    said = partial(captured_bytes, shape, slots=slots, number=2, kv_number=2, draws=not sampler.temperature)
-    counted = said(rows=rows) - (said(rows=1) if rows > 1 else 0)
+    counted = captured_bytes(shape, [rows], slots=slots, number=2, kv_number=2, draws=not sampler.temperature)
     (held,) = graphs.pools
     assert 0.8 * counted < held < 1.02 * counted

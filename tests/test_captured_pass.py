@@ -17,14 +17,10 @@ import torch
 from torch import Tensor, nn
 
 from kvcli.drafts.sources.logit_recycling import top
-from kvcli.engine.cuda_graphs import captured_pass
-from kvcli.engine.cuda_graphs.captured_pass import (
-    CapturedForward,
-    CapturedPart,
-    CapturedPasses,
-    PassShape,
-    captured_passes,
-)
+from kvcli.engine.cuda_graphs import captured_forward
+from kvcli.engine.cuda_graphs.captured_forward import CapturedForward
+from kvcli.engine.cuda_graphs.captured_passes import CapturedPasses, captured_passes
+from kvcli.engine.cuda_graphs.pass_inputs import CapturedPart, PassShape
 from kvcli.engine.drafting.draft_kv import DraftTreeKV
 from kvcli.engine.drafting.drafter import ModelPair
 from kvcli.engine.engine import Engine, generate_together, run_to_end
@@ -36,7 +32,7 @@ from kvcli.engine.sequence.sampler import Sampler
 from kvcli.engine.sequence.session import GenerationSession
 from kvcli.engine.sequence.token_scores import score_tokens
 from kvcli.engine.stats import Step
-from kvcli.errors import BadModel
+from kvcli.errors import BadModel, UsageError
 from kvcli.kernels.append_kv import COLUMNS, addresses
 from kvcli.kernels.attend_invariant.tables import Table
 from kvcli.kv.slots import AttentionParams
@@ -273,7 +269,7 @@ def test_a_text_that_ends_takes_its_captured_passes_along() -> None:
         run_to_end(text.read(PROMPT))
         written(text, 3)
     assert captured_passes(its) is not None
-    frames = [ref(frame) for frame in captured_passes(its)._frames.values()]
+    frames = [ref(frame) for frame in captured_passes(its)._passes.values()]
     assert [frame() is None for frame in frames] == [False, False]
     del text, texts[0]
     captured_passes(its).release()
@@ -286,6 +282,22 @@ def test_a_step_waits_once_and_allocates_nothing(side: str) -> None:
     assert (found["waits"], found["allocations"], found["eager"]) == (1, 0, {})
 
 
+def test_a_pass_on_another_stream_is_refused() -> None:
+    """A weight's counters of finished programs are of one stream (kernels/linear_skinny)."""
+    text = session(wrap_lm(families.build("llama", torch.float64)))
+    run_to_end(text.read(PROMPT))
+    assert text.lm.stream == 0
+    text.lm.stream = 7  # of the passes so far
+    with pytest.raises(UsageError, match="this pass is on another"):
+        run_to_end(text.step())
+
+
+@pytest.mark.parametrize("side", ["dense, penalties", "dense, constraint"])
+def test_what_is_drawn_apart_takes_no_further_wait_and_no_eager_pass(side: str) -> None:
+    found = counted(side, 3, 4, is_recorded=True)
+    assert (found["waits"], found["eager"]) == (1, {}), found["where"]
+
+
 def test_plain_rows_run_before_they_are_asked_for_and_one_is_dropped_behind_a_stop() -> None:
     want = plain("llama", SEEDED)
     stop = want[12]
@@ -294,7 +306,7 @@ def test_plain_rows_run_before_they_are_asked_for_and_one_is_dropped_behind_a_st
     text = session(its)
     run_to_end(text.read(PROMPT))
     assert written(text, NEW, [stop]) == want[:end]
-    frame = next(iter(captured_passes(its)._frames.values()))  # type: ignore[union-attr]
+    frame = next(iter(captured_passes(its)._passes.values()))  # type: ignore[union-attr]
     assert frame._under_way is not None, "the token behind the stop was on its way"
     assert graphs.waits == end
     assert written(text, NEW - end) == want[end:]
@@ -508,7 +520,7 @@ def test_logits_that_are_no_numbers_end_the_text() -> None:
     text = session(its)
     run_to_end(text.read(PROMPT))
     written(text, 4)
-    frame = next(iter(captured_passes(its)._frames.values()))  # type: ignore[union-attr]
+    frame = next(iter(captured_passes(its)._passes.values()))  # type: ignore[union-attr]
     frame._under_way = None
     head = its.model.lm_head.weight
     kept = head.clone()
@@ -569,8 +581,8 @@ def test_a_kv_cache_that_moved_under_a_captured_pass_would_show(monkeypatch: pyt
     run_to_end(text.read(PROMPT))
     assert written(text, 5) == want
     frames = captured_passes(its)
-    (frame,) = captured_passes(its)._frames.values()  # type: ignore[union-attr]
-    monkeypatch.setattr(CapturedPasses, "_frame", lambda *_: frame)
+    (frame,) = captured_passes(its)._passes.values()  # type: ignore[union-attr]
+    monkeypatch.setattr(CapturedPasses, "_pass", lambda *_: frame)
     text.cache.reserve(400)
     begins = [*text.ids[:-3], 60, 7, 5]
     text.resume(begins)
@@ -595,7 +607,7 @@ def test_keys_and_values_are_copied_only_where_they_lie_otherwise(
     numbers: Any = SimpleNamespace(ids=range(n), path_of=None, beside=(), tree=lambda path_of: None)
     table = Table(*(torch.zeros(4, size) for size in (d, e)), *(torch.zeros(4),) * 3)
     lying: Any = SimpleNamespace(table=table, room=4)
-    monkeypatch.setattr(captured_pass, "attend_captured", lambda q, *_, **__: q)
+    monkeypatch.setattr(captured_forward, "attend_captured", lambda q, *_, **__: q)
     q = torch.zeros(4, n, d, dtype=its.dtype)
     apart = [torch.randn(n, n_kv, size, dtype=its.dtype).transpose(0, 1) for size in (d, e)]  # as models make them
     for k, v, is_copied in ((*apart, False), (apart[0], apart[1].contiguous(), True)):

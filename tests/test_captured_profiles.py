@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from kvcli import assemble
-from kvcli.engine.cuda_graphs.captured_pass import CapturedPasses
+from kvcli.engine.cuda_graphs.captured_passes import CapturedPasses
 from kvcli.engine.drafting.drafter import ModelPair
 from kvcli.engine.drafting.gemma4_assistant import wrap_layers
 from kvcli.engine.drafting.mtp import Mtp

@@ -173,8 +173,9 @@ def test_rows_of_a_split_model_are_not_stopped_on_the_way():
         lm.check_layer_gates()
 
 
-def test_layers_on_a_gpu_are_refused_where_there_is_none():
+@pytest.mark.parametrize(("key", "value"), [("layers_on_gpu", 3), ("experts_on_gpu", 3), ("embeddings", "host")])
+def test_what_only_a_gpu_does_is_refused_where_there_is_none(key, value):
     import kvcli
 
-    with pytest.raises(UsageError, match="layers_on_gpu = 3, but the model runs on cpu"):
-        kvcli.load("demo", "exact", set={"load.device": "cpu", "load.layers_on_gpu": 3})
+    with pytest.raises(UsageError, match=f"{key} = {value}, but the model runs on cpu"):
+        kvcli.load("demo", "exact", set={"load.device": "cpu", f"load.{key}": value})

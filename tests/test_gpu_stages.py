@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 
-from kvcli.engine.cuda_graphs.captured_pass import CapturedPasses
+from kvcli.engine.cuda_graphs.captured_passes import CapturedPasses
 from kvcli.engine.engine import run_to_end
 from kvcli.kv.capacity import CacheFootprint
 from kvcli.kv.slots import AttentionParams, alike

@@ -1,7 +1,7 @@
 """Attention over stored slots and new rows, and their commit, for captured passes.
 
-Captured passes (engine/cuda_graphs/captured_pass.py) run without the host. Shapes depend on buffer sizes alone, and the
-length of a head and the ancestors of a row are read from device tables. On a GPU kernels/attend_invariant and
+Captured passes (engine/cuda_graphs/captured_passes.py) run without the host. Shapes depend on buffer sizes alone, and
+the length of a head and the ancestors of a row are read from device tables. On a GPU kernels/attend_invariant and
 kernels/append_kv do the work; elsewhere reference.py, for tests.
 """
 

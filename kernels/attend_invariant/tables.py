@@ -76,6 +76,11 @@ class Tree:
         return Tree(path.view(len(paths), deep), *rest)
 
 
+def sent(t: Tensor, device: torch.device) -> Tensor:
+    """Copy a tensor of the host to the device. A copy from memory that is not pinned would wait for all work there."""
+    return (t.pin_memory() if device.type == "cuda" else t).to(device, non_blocking=True)
+
+
 def uploaded(lists: Sequence[Sequence[int]], device: torch.device) -> list[Tensor]:
     """Copy these numbers to the device as int32, all in one copy without waiting."""
     ends = [0, *accumulate(-(-len(x) // 4) * 4 for x in lists)]  # each begins at a multiple of 16 bytes

@@ -12,13 +12,13 @@ from typing import TYPE_CHECKING, Any, Generic
 
 import torch
 
-from kvcli.engine.cuda_graphs.captured_pass import captured_passes
+from kvcli.engine.cuda_graphs.captured_passes import captured_passes
 from kvcli.engine.drafting.pass_timer import Company, PassTimer
 from kvcli.engine.forward import BatchedPass, ForwardPass, run_layers, state_shim
 from kvcli.engine.forward_request import Coroutine, E, ForwardRequest, ForwardResult, Passes, T
 from kvcli.engine.prefill.prompt_pieces import PromptPieces
 from kvcli.engine.readback import Readback, fetch
-from kvcli.engine.resources import one_pool, use_device
+from kvcli.engine.resources import check_stream, one_pool, use_device
 from kvcli.engine.step_time import StepTime
 from kvcli.kv.offload.transfer import bus_of
 from kvcli.kv.out_of_memory import as_cache_full
@@ -60,6 +60,7 @@ def group_requests(requests: Sequence[ForwardRequest]) -> list[list[int]]:
 
 def _run(lm: LM, requests: Sequence[ForwardRequest]) -> Iterator[ForwardResult]:
     use_device(lm.device)
+    check_stream(lm)
     if any(request.record_hidden_states for request in requests):
         lm.enable_hidden_states()
     if requests[0].layers is not None and lm.direct_forward is None:
@@ -67,6 +68,7 @@ def _run(lm: LM, requests: Sequence[ForwardRequest]) -> Iterator[ForwardResult]:
     if (captured := captured_passes(lm)) is not None and (replayed := captured.run(requests)) is not None:
         yield from replayed
         return
+    requests = [request.with_known_ids() for request in requests]
     passes = [ForwardPass(request) for request in requests]
     way = BatchedPass(passes) if len(passes) > 1 else passes[0]
     if lm.recurrent_layers:

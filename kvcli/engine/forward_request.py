@@ -8,7 +8,7 @@ or a batch of many.
 from __future__ import annotations
 
 from collections.abc import Callable, Generator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from inspect import isgenerator
 from typing import TYPE_CHECKING, Literal, TypeVar
 
@@ -18,6 +18,7 @@ from torch import Tensor
 
 from kvcli.engine.sequence.sampler import STUCK, Sampler
 from kvcli.engine.sequence.token_history import TokenHistory
+from kvcli.kernels.attend_invariant.tables import sent
 
 if TYPE_CHECKING:
     from kvcli.engine.drafting.pass_timer import Company
@@ -182,7 +183,7 @@ class SamplingContext:
 
         The id is -1 if logits are NaN or infinite, STUCK if the constraint allows no token.
         """
-        pos = torch.tensor([rows.pos[row] for row in which], device=logits.device)
+        pos = sent(torch.tensor([rows.pos[row] for row in which]), logits.device)
         facts = None
         if self.sampler.penalties:
             facts = self.sampler.facts(self.history, [rows.path(row) for row in which], self.answer_at)
@@ -196,18 +197,16 @@ class SamplingContext:
         """Return the mask [len(which), V] of tokens allowed after each row, by its path; None = any token."""
         if self.constraint is None:
             return None
-        every, answer = torch.ones(logits.shape[-1], dtype=torch.bool), self.text[self.answer_at :]
-        found: dict[int, Tensor] = {}
+        every, answer = np.ones(logits.shape[-1], np.bool_), self.text[self.answer_at :]
+        found: dict[int, np.ndarray] = {}
         for row in which:
             before = found.get(rows.parent[row], every)
             if before[rows.ids[row]]:
                 mask = self.constraint.allowed([*answer, *rows.path(row)])
-                found[row] = every if mask is None else mask
+                found[row] = every if mask is None else mask.numpy()
             else:  # the row violates the constraint: neither it nor its descendants can be accepted
-                found[row] = torch.zeros_like(every)
-        masks = torch.stack([found[row] for row in which])
-        # a copy from pageable memory would wait for the device
-        return (masks.pin_memory() if logits.is_cuda else masks).to(logits.device, non_blocking=True)
+                found[row] = np.zeros_like(every)
+        return sent(torch.from_numpy(np.stack([found[row] for row in which])), logits.device)
 
 
 LogitsHook = Callable[["Tensor"], "Tensor"]  # logits [n, V] -> m numbers per row [n, m]
@@ -240,11 +239,19 @@ class ForwardRequest:
     hidden: Tensor | None = None
     only_kv: bool = False  # the pass ends once it has the keys and values of the last of these layers
     record_hidden_states: bool = False  # return the hidden state of each wanted row, as the output layer gets it
+    # its first choice after its first row is the token of the only row, which the host has not read: `rows` has -1
+    follows: ForwardResult | None = None
 
     @property
     def is_preparing(self) -> bool:
         """True if the pass neither samples a token nor prefills a prompt: it prepares such a pass."""
         return self.draw is None and not self.is_prompt
+
+    def with_known_ids(self) -> ForwardRequest:
+        """Return the request with the token of its row in `rows`, for which the host may wait."""
+        if self.follows is None:
+            return self
+        return replace(self, rows=replace(self.rows, ids=[int(self.follows.hook_output(0)[0])]), follows=None)
 
 
 @dataclass(slots=True)  # not frozen: one is made per layer and pass, and freezing takes four times as long
@@ -273,6 +280,7 @@ class ForwardResult:
     # advances the recurrent states by so many rows; None = no recurrent layers
     fold: Callable[[int], None] | None = None
     company: Company | None = None  # what shared a decoding pass; None = nothing
+    choices: Tensor | None = None  # [n, m]: hook output on the device, for the next pass; None = only the host has it
 
 
 Passes = Generator[ForwardRequest, ForwardResult, T]  # generator that may request forward passes; it returns T

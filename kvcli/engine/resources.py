@@ -5,7 +5,7 @@ from __future__ import annotations
 import ctypes
 import mmap
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -14,6 +14,7 @@ import psutil
 import torch
 from torch import Tensor
 
+from kvcli.errors import UsageError
 from kvcli.kernels import triton_support
 from kvcli.kernels.attend.cpu import FEW
 from kvcli.kernels.attend.reference import BLOCK
@@ -35,6 +36,21 @@ def use_device(device: torch.device) -> None:
     are."""
     if device.index:  # a thread starts on device 0
         torch.cuda.set_device(device)
+
+
+def check_stream(lm: LM) -> None:
+    """Raise UsageError if earlier passes of the model ran on another CUDA stream: each weight counts the finished
+    programs of its product (kernels/linear_skinny), and those of two streams would count into each other."""
+    stream = torch.cuda.current_stream(lm.device).cuda_stream if lm.device.type == "cuda" else 0
+    if lm.stream is None:
+        lm.stream = stream
+    if stream != lm.stream:
+        raise UsageError(
+            f"{lm.info.id} runs on one CUDA stream, and this pass is on another",
+            code="other_stream",
+            lines=["streams of one model would share the counters of its weights"],
+            try_=["torch.cuda.stream(...) around all calls or none", "a second model for the second stream"],
+        )
 
 
 def use_threads(n: int) -> None:
@@ -205,22 +221,23 @@ def working_bytes(
     return max(int(kept * reading) + waiting * shape.hidden * number, int(kept * writing))
 
 
-def captured_bytes(shape: Shape, *, rows: int, slots: int, number: int, kv_number: int, draws: bool) -> int:
-    """Return the bytes that captured passes keep between replays, during prefill too: one of each size up to that of
-    `rows` rows. Their intermediates and those of sampling share a pool."""
+def captured_bytes(shape: Shape, sizes: Sequence[int], *, slots: int, number: int, kv_number: int, draws: bool) -> int:
+    """Return the bytes that captured passes of so many rows each keep between replays, during prefill too. The
+    intermediates of a pass and those of its sampling share a pool; passes do not, as they are replayed in any order."""
 
     def one(n: int) -> int:
         layer = max(_inner(shape, n, number), _attention(shape, n, number)) + _parts(shape, n, slots)
         drawn = (number if draws else number + DRAWN) * n * shape.vocab
         return new_kv_bytes(shape, n, kv_number) + max(layer, drawn)
 
-    return sum(map(one, captured_sizes(rows)))
+    return sum(map(one, sizes))
 
 
 def captured_sizes(rows: int) -> tuple[int, ...]:
-    """Return the row counts of captured passes for drafts of up to `rows` rows. Wider passes are not captured."""
+    """Return the row counts of captured passes for drafts of up to `rows` rows: of each size one for chains and one for
+    trees, and one of one row. Wider passes are not captured."""
     most = next((frame for frame in FRAMES if frame >= rows), FRAMES[-1])
-    return FRAMES[: FRAMES.index(most) + 1]
+    return (*FRAMES[: FRAMES.index(most) + 1], *FRAMES[1 : FRAMES.index(most) + 1])
 
 
 def logits_bytes(shape: Shape, rows: int, device: str) -> int:

@@ -321,15 +321,16 @@ class PlannedRun:
         """Return the bytes of captured passes on a GPU."""
         if not self.records:
             return 0
+        sizes = (*captured_sizes(self.rows), *self.profile.spec.footprint(held.context, self.sizes).captured)
         work = captured_bytes(
             self.shape,
-            rows=self.rows,
+            sizes,
             slots=held.stored or held.top,
             number=self.number,
             kv_number=self.cache.number,
             draws=self.draws,
         )
-        return cuda_overhead.captured(self.shape.layers, len(captured_sizes(self.rows))) + work
+        return cuda_overhead.captured(self.shape.layers, len(sizes)) + work
 
     def _waiting(self, held: HeldSlots) -> int:
         """Return the rows that wait between layers in layer-wise prefill, without those that the last layer's KV
@@ -433,7 +434,8 @@ def stored(shape: Shape) -> tuple[tuple[LayerShape, int | None], ...]:
 def sizes(shape: Shape, number: int, kv_number: int, kind: str) -> ModelSizes:
     """Return the sizes of a model that footprints depend on. `kind`: type of the device."""
     last = next((of.slot_bytes(kv_number) for of, _ in reversed(stored(shape)) if of.numbers), 0)
-    return ModelSizes(shape.heads, shape.hidden, number, last, shape.folds.nbytes(number), kind)
+    token = new_kv_bytes(shape, 1, kv_number)
+    return ModelSizes(shape.heads, shape.hidden, number, last, token, shape.folds.nbytes(number), kind)
 
 
 def cache_footprint(profile: Profile, shape: Shape, number: int, kind: str) -> CacheFootprint:

@@ -9,7 +9,7 @@ from functools import partial
 from math import prod
 
 from kvcli.assemble import may_split
-from kvcli.engine.resources import working_bytes
+from kvcli.engine.resources import captured_bytes, working_bytes
 from kvcli.errors import BadInput
 from kvcli.fit import cuda_overhead, memory, weights
 from kvcli.fit.available_memory import AvailableMemory
@@ -181,8 +181,8 @@ def plan(
     refuse_quant(subject.name, load.quant, room.kind, is_quantized=given)
     weigh = partial(weights.weigh, number=number, quant=load.quant, device=room.kind, given=given, head=load.head)
     heavy = weigh(subject.held, shape)
-    folds, is_apart = bool(shape.folds.layers), load.experts_on_gpu != "auto"
-    refuse_split(load.layers_on_gpu, room.kind, is_quantized=given, folds=folds, is_apart=is_apart)
+    split = load.layers_on_gpu, load.experts_on_gpu, load.embeddings
+    refuse_split(*split, room.kind, is_quantized=given, folds=bool(shape.folds.layers))
     by_kernels = is_native(shape, subject.dtype if load.dtype == "auto" else load.dtype, room.kind)
     heavy = heavy.with_adapters(sum(find_adapter(text).file.nbytes for text in load.adapters), number)
     heavy = heavy.beside(weights.panels(shape, number)) if by_kernels and room.kind == "cpu" else heavy
@@ -262,12 +262,16 @@ def _second(
     shape, is_shared = subject.shape, subject.path == target.path and wanted.quant == profile.load.quant
     loading, mapped = memory.loading_bytes(shape, heavy, number, room.kind, check=profile.load.verify)
     is_here = is_native(shape, subject.dtype if profile.load.dtype == "auto" else profile.load.dtype, room.kind)
+    is_captured = is_fused(shape, number, room) and profile.load.graphs == "auto" and not shape.folds.layers
     folds, sizes = shape.folds, memory.sizes(shape, number, number, room.kind)
 
     def stored(n: int) -> int:
         of: Footprint = method.draft_footprint(n, sizes)
         weight = (0 if is_shared else heavy.memory) + folds.layers * folds.taped * of.rows * number
-        return weight + of.beside + memory.kv_bytes(shape, of.slots, number)
+        kept = cuda_overhead.captured(shape.layers, len(of.captured)) + captured_bytes(
+            shape, of.captured, slots=of.slots, number=number, kv_number=number, draws=True
+        )
+        return weight + of.beside + memory.kv_bytes(shape, of.slots, number) + (kept if is_captured else 0)
 
     def working(n: int) -> int:
         of: Footprint = method.draft_footprint(n, sizes)

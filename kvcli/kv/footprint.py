@@ -16,6 +16,7 @@ class ModelSizes:
     hidden: int = 0  # numbers of a hidden state
     number: int = 2  # bytes per number of the model's dtype
     last_slot: int = 0  # bytes of a dense slot of the last layer that stores KV
+    token: int = 0  # bytes of a token's KV in all layers, in full precision
     state: int = 0  # bytes of one recurrent state
     device: str = "cpu"  # type of the device
 
@@ -35,6 +36,7 @@ class Footprint:
     scratch: int = 0  # bytes while tokens of one layer are scored, besides those of a pass
     chunk: int = 0  # of a draft model: most rows of a prefill pass
     rows: int = 0  # of a draft model: most rows of a pass with logits
+    captured: tuple[int, ...] = ()  # rows of each pass that a GPU captures, besides those that verify
     says: str = ""  # which tokens of a long sequence are kept, in words; "" = all
     is_uneven: bool = False  # heads may keep different numbers of slots
 

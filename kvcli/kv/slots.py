@@ -169,7 +169,7 @@ class CacheReader(Attendable, Protocol):
         """Return device tables by which a captured pass reads all slots, with capacity for `rows` more per head.
 
         If none are possible, the result has only `why_not`. It is called before a captured pass
-        (engine/cuda_graphs/captured_pass.py); slots stored or evicted since the previous call are included.
+        (engine/cuda_graphs/captured_passes.py); slots stored or evicted since the previous call are included.
         `more`: slots that may be added before slots move or the sequence ends; capacity for them grows in large steps.
         """
 

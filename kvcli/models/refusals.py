@@ -167,24 +167,31 @@ def refuse_across_ranks(model: str, **asked: bool) -> None:
 
 
 def refuse_split(
-    layers: int | str, kind: str, *, is_quantized: bool, folds: bool = False, is_apart: bool = False
+    layers: int | str, experts: int | str, embeddings: str, kind: str, *, is_quantized: bool, folds: bool = False
 ) -> None:
-    """Refuse `load.layers_on_gpu` without a GPU, or where layers cannot be split. `is_apart`: experts already are."""
+    """Refuse `load.layers_on_gpu`, `load.experts_on_gpu` and `load.embeddings` without a GPU, and the first where
+    layers cannot be split."""
+    asked = {
+        "layers_on_gpu": (layers, "auto"),
+        "experts_on_gpu": (experts, "auto"),
+        "embeddings": (embeddings, "device"),
+    }
+    for key, (value, default) in asked.items():
+        if kind != "cuda" and value != default:
+            raise UsageError(
+                f"load.{key} = {value}, but the model runs on {kind}",
+                code="no_gpu",
+                try_=[f"--set load.{key}={default}", "--device cuda"],
+            )
     if layers == "auto":
         return
-    if kind != "cuda":
-        raise UsageError(
-            f"load.layers_on_gpu = {layers}, but the model runs on {kind}",
-            code="no_gpu",
-            try_=["--set load.layers_on_gpu=auto", "--device cuda"],
-        )
     if is_quantized:
         raise UsageError(
             f"load.layers_on_gpu = {layers}: a quantized checkpoint cannot be split over devices",
             code="no_split",
             try_=["--set load.layers_on_gpu=auto", "the original, unquantized model with --quant int4"],
         )
-    if is_apart:
+    if experts != "auto":
         raise UsageError(
             f"load.layers_on_gpu = {layers}: load.experts_on_gpu divides the model as well",
             code="no_split",

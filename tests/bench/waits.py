@@ -7,9 +7,9 @@ Tiny random models. A wait is an operation whose result the host needs before it
 count is the same on any device; what the host knows by itself (numpy, lists, what was made of tensors that came over)
 is none. With the name of the line that waits.
 
-Each side once by single operations, and once recorded (engine/cuda_graphs/captured_pass.py): on a CPU by a device that
-stands for CUDA's graphs and counts what waits for it (tests/fake_graphs.py). Then operations are those that are not
-replayed.
+Each side once by single operations, and once recorded (engine/cuda_graphs/captured_passes.py): on a CPU by a device
+that stands for CUDA's graphs and counts what waits for it (tests/fake_graphs.py). Then operations are those that are
+not replayed.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from __future__ import annotations
 import sys
 import traceback
 from collections import Counter
+from collections.abc import Sequence
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -30,7 +31,8 @@ from torch.utils.weak import WeakTensorKeyDictionary
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
-from kvcli.engine.cuda_graphs.captured_pass import CapturedPasses, CudaGraphs, captured_passes
+from kvcli.engine.cuda_graphs.capture import CudaGraphs
+from kvcli.engine.cuda_graphs.captured_passes import CapturedPasses, captured_passes
 from kvcli.engine.engine import run_to_end
 from kvcli.engine.loading.open_lm import wrap_lm
 from kvcli.engine.sequence.sampler import Sampler
@@ -53,8 +55,17 @@ SIDES: dict[str, tuple[str, Any, bool]] = {  # family, drafter, whether a policy
     "sliding": ("gemma3", Off(), False),
     "sliding, n-gram": ("gemma3", Ngram(adaptive=False, max=7), False),
     "dense, sampled": ("llama", Off(), False),
+    "dense, penalties": ("llama", Ngram(adaptive=False, max=7), False),
+    "dense, constraint": ("llama", Ngram(adaptive=False, max=7), False),
     "dense, snap": ("llama", Off(), True),
 }
+
+
+class Even:
+    """A constraint: every other token."""
+
+    def allowed(self, ids: Sequence[int]) -> torch.Tensor:
+        return torch.arange(97) % 2 == 0
 
 
 class Count(TorchDispatchMode):
@@ -101,6 +112,8 @@ class Asked(TorchFunctionMode):
         self.count = count
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.tensor and (kwargs or {}).get("device") is not None:  # a copy from memory that is not pinned
+            self.count.waits[_line()] += 1
         if func in (torch.Tensor.tolist, torch.Tensor.cpu) or (func is torch.Tensor.to and "cpu" in args):
             if self.count.is_on_host(args[0]):
                 return func(*args, **(kwargs or {}))
@@ -135,9 +148,12 @@ def opened(side: str, layers: int, device: str = "cpu", *, is_recorded: bool = F
     kv, drafter = make.dense(lm), drafts.drafter()
     policy = Snap(sinks=2, recent=5, keep=0.5, keep_new=9, compression_interval=EVERY) if is_evicting else None
     sampler = Sampler(temperature=0.8, top_p=0.9, seed=3) if "sampled" in side else Sampler()
+    if "penalties" in side:
+        sampler = Sampler(repetition_penalty=1.2, presence_penalty=0.4, dry_multiplier=0.5, logit_bias=((5, -1.0),))
     every = EVERY if is_evicting else None
     session = make.session(lm, kv, drafter, sampler, policy=policy, every=every, chunk=64)
     again = families.prompt(9)
+    session.constraint = Even() if "constraint" in side else None
     run_to_end(session.read([*families.prompt(17, seed=2), *again, *families.prompt(5, seed=3), *again[:6]]))
     for _ in range(3 * EVERY):  # from here on every boundary evicts
         run_to_end(session.step())

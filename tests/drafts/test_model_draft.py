@@ -72,7 +72,9 @@ class Known:
         self.n = len(self.text) - 1
         yield from ()
 
-    def catch_up(self, want: int = 1, most: float = math.inf) -> Generator[int, None, list[list[float]]]:
+    def catch_up(
+        self, want: int = 1, most: float = math.inf, deeper: int = 0
+    ) -> Generator[int, None, list[list[float]]]:
         rows, self.n = int(min(self.n_uncovered, most)), len(self.text)
         yield rows
         return [self.said(len(self.text) - want + 1 + i) for i in range(want)]

@@ -11,7 +11,7 @@ import pytest
 
 from kvcli.commands.common.load_model import MemoryWishes, prepare
 from kvcli.commands.common.run_setup import Setup
-from kvcli.engine.resources import DRAWN, captured_bytes, working_bytes
+from kvcli.engine.resources import DRAWN, captured_bytes, captured_sizes, working_bytes
 from kvcli.errors import DoesNotFit, UsageError
 from kvcli.fit import cuda_overhead, memory
 from kvcli.fit.available_memory import AvailableMemory
@@ -22,6 +22,7 @@ from kvcli.fit.report import document
 from kvcli.fit.speed import split
 from kvcli.fit.weights import of_shape
 from kvcli.kv.slots import POSITION
+from kvcli.kv.tiers.draft_buffers import ROOM
 from kvcli.models import machine as this_machine
 from kvcli.models.checkpoint import CheckpointFormat
 from kvcli.models.machine import DeviceInfo
@@ -33,6 +34,7 @@ from tests.fit.test_formulas import config
 
 MIB = 1 << 20
 LLAMA_8B = shape_of(config(32, 4096, 32, 8, 128, 14336, 128256))
+SMALL = shape_of(config(16, 2048, 32, 8, 64, 8192, 128256))
 SUBJECT = PlannedModel("8B", LLAMA_8B, of_shape(LLAMA_8B), "bfloat16", CheckpointFormat(), True, False, 16 * GIB)
 NGRAM, BALANCED = Profile.load("ngram"), Profile.load("balanced")
 
@@ -100,14 +102,35 @@ def test_captured_passes_keep_what_they_compute_with_while_a_prompt_is_read():
     quiet = NGRAM.replace(load={"graphs": "off"})
     kept = planned(NGRAM, 24).need.base - planned(quiet, 24).need.base
     one = partial(captured_bytes, LLAMA_8B, slots=32768, number=2, kv_number=2, draws=False)
-    assert one(rows=NGRAM.spec.rows) + cuda_overhead.captured(32, 3) == kept, "of 1, 8 and 16 rows"
-    assert 3 * MIB < one(rows=1) < kept < 450 * MIB
-    assert one(rows=64) == one(rows=65), "wider ones are not captured"
+    assert one((1, 8, 16, 8, 16)) + cuda_overhead.captured(32, 5) == kept, "of 1 row, and chains and trees of 8 and 16"
+    assert 3 * MIB < one([1]) < kept < 800 * MIB
+    assert captured_sizes(64) == captured_sizes(65), "wider ones are not captured"
     assert planned(NGRAM, 24, unserved="no Triton").need.base == planned(quiet, 24).need.base
     away = NGRAM.replace(memory={"host": "4GiB"})
     assert planned(away, 24).need.base == planned(quiet, 24).need.base, "nor where slots lie in two places"
     more = planned(NGRAM, 24).need.kv - planned(quiet, 24).need.kv
     assert more == 256 * 32 * (LLAMA_8B.kv_per_token // 32 * 2 + POSITION), "a step of a layer, for a pass's rows"
+
+
+def test_draft_models_keep_captured_passes_and_buffers_of_draft_tokens():
+    of = memory.sizes(LLAMA_8B, 2, 2, "cuda")
+    buffers = ROOM * LLAMA_8B.kv_per_token * 2
+    drafts = Profile.load("draft").spec.draft_footprint(4096, of)
+    assert (drafts.beside, drafts.captured) == (buffers, (1, 8, 1, 8, 64)), "catching up, drafting, and a trial"
+    alone = NGRAM.replace(spec={"method": "self", "max": NGRAM.spec.max})
+    more = planned(alone, 24).need
+    passes = captured_bytes(LLAMA_8B, [1], slots=32768, number=2, kv_number=2, draws=False)
+    assert more.base - planned(NGRAM, 24).need.base == passes + cuda_overhead.captured(32, 1)
+    assert more.draft >= buffers
+
+    drafter = PlannedModel("1B", SMALL, of_shape(SMALL), "bfloat16", CheckpointFormat(), True, False, 2 * GIB)
+    facts = MeasuredFacts(find=lambda name: drafter)
+    draft = Profile.load("draft").replace(spec={"model": "1B"})
+    each = [draft, draft.replace(load={"graphs": "off"})]
+    kept, none = (plan_on(SUBJECT, profile, room(24), 4096, facts).need.draft for profile in each)
+    slots = plan_on(SUBJECT, draft, room(24), 4096, facts).run.profile.spec.draft_footprint(4096, of).slots
+    work = captured_bytes(SMALL, drafts.captured, slots=slots, number=2, kv_number=2, draws=True)
+    assert kept - none == work + cuda_overhead.captured(16, 5)
 
 
 @pytest.mark.parametrize(("gib", "chunk"), [(8, 1024), (80, 2048)])
@@ -245,10 +268,10 @@ def test_what_was_chosen_holds_for_profiles_on_the_way(typed):
 @pytest.mark.parametrize(
     ("context", "is_tied", "want"),
     [
-        (10_000, False, {}),
-        (17_000, False, {"load.embeddings": "host"}),
-        (21_500, False, {"load.embeddings": "host", "load.head": "int8"}),
-        (21_500, True, {"load.embeddings": "host", "load.head": "int8"}),
+        (7_500, False, {}),
+        (15_000, False, {"load.embeddings": "host"}),
+        (19_000, False, {"load.embeddings": "host", "load.head": "int8"}),
+        (19_000, True, {"load.embeddings": "host", "load.head": "int8"}),
     ],
 )
 def test_on_a_card_of_8_gb_the_embeddings_leave_and_then_the_output_layer_has_8_bits(context, is_tied, want):

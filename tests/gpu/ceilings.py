@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator
 
 import torch
 
-from kvcli.engine.cuda_graphs.captured_pass import CudaGraphs
+from kvcli.engine.cuda_graphs.capture import CudaGraphs
 from tests.gpu.clock import copy_rate, spread, times
 from tests.gpu.stage import On, Row, interpret_on_a_cpu, why
 

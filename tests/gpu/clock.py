@@ -13,7 +13,7 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
-from kvcli.engine.cuda_graphs.captured_pass import CudaGraphs
+from kvcli.engine.cuda_graphs.capture import CudaGraphs
 
 ROOT = Path(__file__).resolve().parents[2]
 T = TypeVar("T")

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from kvcli.engine.cuda_graphs.captured_pass import captured_passes
+from kvcli.engine.cuda_graphs.captured_passes import captured_passes
 from kvcli.engine.engine import iterate_events, run_to_end
 from kvcli.engine.loading.open_lm import enable_graph_capture, install_kernels, wrap_lm
 from tests import families, make

@@ -16,7 +16,7 @@ from typing import Any, cast
 
 import torch
 
-from kvcli.engine.cuda_graphs.captured_pass import CapturedPasses, captured_passes
+from kvcli.engine.cuda_graphs.captured_passes import CapturedPasses, captured_passes
 from kvcli.engine.engine import iterate_events, run_to_end
 from kvcli.engine.forward_request import Draft
 from kvcli.engine.hf.lm import LM

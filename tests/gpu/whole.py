@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from kvcli.engine.cuda_graphs.captured_pass import captured_passes
+from kvcli.engine.cuda_graphs.captured_passes import captured_passes
 from kvcli.engine.drafting.drafter import Drafter
 from kvcli.engine.engine import iterate_events, run_to_end
 from kvcli.engine.engine import run as run_feeds

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 
 from kvcli.engine.cuda_graphs import captured_pass
-from kvcli.engine.cuda_graphs.captured_pass import CapturedPasses, captured_passes
+from kvcli.engine.cuda_graphs.captured_passes import CapturedPasses, captured_passes
 from kvcli.engine.drafting.drafter import ModelPair
 from kvcli.engine.engine import run_to_end
 from kvcli.engine.hf.lm import LM

@@ -82,6 +82,14 @@ def ours(x: Tensor, w: Weight, sk: int) -> Tensor:
     return found
 
 
+def test_products_of_two_streams_would_count_into_each_other() -> None:
+    """So a model has one stream (engine/resources.py): a count of another product ends this one too early."""
+    w, x = weight("plain", 71, 272), numbers(3, 272).to(BF16)
+    want = fused.linear(x, w, None, 2, torch.float32)
+    other = replace(w, arrivals=w.arrivals + 1)
+    assert not torch.equal(fused.linear(x, other, None, 2, torch.float32), want)
+
+
 def differing(run: Callable[[Tensor], Tensor], x: Tensor) -> list[int]:
     """How many rows there were in passes where one of them was not as among all of x."""
     together, last = run(x), len(x) - 1

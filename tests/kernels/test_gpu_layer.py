@@ -15,7 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 from torch.utils._pytree import tree_leaves
 
 from kvcli.engine import forward
-from kvcli.engine.cuda_graphs.captured_pass import CapturedPasses, captured_passes
+from kvcli.engine.cuda_graphs.captured_passes import CapturedPasses, captured_passes
 from kvcli.engine.engine import run_to_end
 from kvcli.engine.hf.cache_shim import RunningPass, call
 from kvcli.engine.hf.fused_layers import FusedLayer, RecordingPass, direct_forward_of, fuse_

@@ -333,7 +333,7 @@ class ChunkRetrievalModel(SeparateDraftModel):
 
     # ---- passes ----
 
-    def catch_up(self, want: int = 1, most: float = math.inf) -> Passes[list[list[float]]]:
+    def catch_up(self, want: int = 1, most: float = math.inf, deeper: int = 0) -> Passes[list[list[float]]]:
         self._cut(len(self._text) - 1)
         if self._looks():
             yield from self._choose()

@@ -68,9 +68,12 @@ class DraftModel(Protocol):
     def prefill(self) -> Passes[None]:
         """Prefill a prompt except for its last token."""
 
-    def catch_up(self, want: int = 1, most: float = math.inf) -> Passes[list[list[float]]]:
+    def catch_up(self, want: int = 1, most: float = math.inf, deeper: int = 0) -> Passes[list[list[float]]]:
         """Cover the sequence to its end by a prefill of at most `most` of its newest tokens -> the hook output of the
-        last `want` rows; empty if hidden states of the next step are needed first."""
+        last `want` rows; empty if hidden states of the next step are needed first.
+
+        `deeper`: draft passes that follow, each of the first choice after the token before. A model that can run them
+        with fewer waits of the host adds the hook output of these rows, of as many as it likes."""
 
     def continue_from(self, ids: Sequence[int], parents: Sequence[int]) -> Passes[list[list[float]]]:
         """Draft further and return the hook output of these rows. `parents`: index of the draft token that each row

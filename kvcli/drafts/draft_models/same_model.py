@@ -98,8 +98,9 @@ class SelfDraftModel:
         """No prefill: the target model's own passes fill the cache."""
         yield from ()
 
-    def catch_up(self, want: int = 1, most: float = math.inf) -> Passes[list[list[float]]]:
-        """Return the hook output of the pending token's row."""
+    def catch_up(self, want: int = 1, most: float = math.inf, deeper: int = 0) -> Passes[list[list[float]]]:
+        """Return the hook output of the pending token's row and, on an accelerator, of `deeper` first choices after
+        it."""
         assert want == 1, "more than one hook output is wanted"
         assert self._context is not None, "no KV cache is bound"
         view, kv = self._context.view, self._context.cache
@@ -107,7 +108,10 @@ class SelfDraftModel:
         yield from self._skipping.improve(kv, past, self._newest, self.length)
         self._ahead = DraftTreeKV(self.lm, past, self.length - 1, buffers=self._buffers)
         self._buffers = self._ahead.buffers
-        return (yield from self._ahead.grow(self._newest[-1:], [-1], top, self._skipping.runs))
+        ahead, runs = self._ahead, self._skipping.runs
+        result = yield from ahead.add(self._newest[-1:], [-1], logits_hook=top, layers=runs)
+        drafted = yield from ahead.grow_chain(result, deeper if self.lm.is_on_accelerator else 0, top, runs)
+        return [result.hook_output(0), *drafted]
 
     def continue_from(self, ids: Sequence[int], parents: Sequence[int]) -> Passes[list[list[float]]]:
         """Return the hook output of draft rows after the pending token, which is the root of their tree."""

@@ -8,7 +8,7 @@ contiguous after evictions, so that a model with a short context window gets no 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -16,7 +16,7 @@ import torch
 
 from kvcli.drafts.sources.logit_recycling import top
 from kvcli.engine.drafting.draft_kv import DraftTreeKV
-from kvcli.engine.forward_request import ForwardRequest, NeededTensors, Passes, Rows
+from kvcli.engine.forward_request import ForwardRequest, ForwardResult, NeededTensors, Passes, Rows
 from kvcli.engine.hf.rope import rotaries
 from kvcli.engine.sequence.commit import commit
 from kvcli.kernels.rope import Rotary, rotate, unrotate
@@ -153,9 +153,9 @@ class SeparateDraftModel:
             self._settle(most)
         self._settle(self._newest)
 
-    def catch_up(self, want: int = 1, most: float = math.inf) -> Passes[list[list[float]]]:
+    def catch_up(self, want: int = 1, most: float = math.inf, deeper: int = 0) -> Passes[list[list[float]]]:
         """Cover the sequence to its end by a prefill of at most `most` of its newest tokens -> the hook output of the
-        last `want` rows."""
+        last `want` rows and, on an accelerator, of `deeper` first choices after them."""
         self._cut(len(self._text) - 1)  # `catch_up` is called again after the verification pass failed
         yield from self._pass_over(min(most, self._newest))
         while self.n_uncovered > max(CHUNK, want):
@@ -163,22 +163,29 @@ class SeparateDraftModel:
             yield from self._feed(self._text[self._n : self._n + CHUNK])
         self._make_room(self.n_uncovered)
         self._states.mark()
-        return (yield from self._feed(self._text[self._n :], want))
+        result, drafted = (yield from self._feed(self._text[self._n :], want)), list[list[float]]()
+        if deeper and self.lm.is_on_accelerator:
+            drafted = yield from self._on_tree(lambda tree: tree.grow_chain(result, deeper, top))
+        return [*(result.hook_output(i) for i in range(want)), *drafted]
 
     def continue_from(self, ids: Sequence[int], parents: Sequence[int]) -> Passes[list[list[float]]]:
         """Return the hook output of draft rows after the sequence, which must be covered."""
+        return (yield from self._on_tree(lambda tree: tree.grow(self._known(ids), parents, top)))
+
+    def _on_tree(self, work: Callable[[DraftTreeKV], Passes[list[list[float]]]]) -> Passes[list[list[float]]]:
+        """Return what these passes over the draft tree return."""
         if self._guessed is None:
             states = self._states if self.lm.recurrent_layers else None
             self._guessed = DraftTreeKV(self.lm, self._kv, self._n - self._gap, states, self._buffers)
-        found = yield from self._guessed.grow(self._known(ids), parents, top)
-        self._buffers = self._guessed.buffers
+        found = yield from work(tree := self._guessed)
+        self._buffers = tree.buffers
         return found
 
     def _known(self, ids: Sequence[int]) -> list[int]:
         # padding ids of the other vocabulary have no embedding in this model
         return [min(i, self.lm.vocab - 1) for i in ids]
 
-    def _feed(self, ids: Sequence[int], want: int = 0) -> Passes[list[list[float]]]:
+    def _feed(self, ids: Sequence[int], want: int = 0) -> Passes[ForwardResult]:
         rows = Rows.chain(self._known(ids), self._n - self._gap)
         n = rows.n_rows
         assert want <= n, "hook outputs of rows outside the pass"
@@ -190,7 +197,7 @@ class SeparateDraftModel:
         )  # fmt: skip
         commit(self._kv, rows, result, range(n))
         self._n += n
-        return [result.hook_output(i) for i in range(want)]
+        return result
 
     # ---- the tokens that are kept ----
 

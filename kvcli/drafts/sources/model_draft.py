@@ -69,6 +69,7 @@ class ModelDraft:
         self.sampler: Sampler | None = None  # sampler of the answer; None = greedy decoding
         self.draft_model = draft_model
         self.spent = 0.0  # seconds of draft passes before the running step
+        self.is_fixed = False  # every draft has `depth` tokens
         self.why = ""  # reason in words why no draft is made
         self.fault = ""  # error that occurred in this sequence
         self.depth, self._vocab, self._share, self._ends = depth, vocab, share, frozenset(ends)
@@ -151,15 +152,19 @@ class ModelDraft:
         chances = list[float]()  # chances that a draft token of each level is accepted
         while True:
             began, rows = perf_counter(), self.draft_model.n_uncovered
-            found = yield from self.draft_model.catch_up()
+            found = yield from self.draft_model.catch_up(deeper=most - 1 if self._is_known_chain else 0)
             if not found:
                 return
-            self._time(rows, began)
+            self._time(rows, began, len(found))
             # the first timed pass includes its preparation, so a second one is timed before passes are weighed
             if len(self._seconds) != 1:
                 break
-        self._n_rows = 0
-        self._add(found[0], -1, (), 1.0, self._shape)
+        self._n_rows, at = len(found) - 1, self._add(found[0], -1, (), 1.0, self._shape)
+        for row, hook_output in enumerate(found[1:]):
+            place = self._places[at]
+            if (token := int(found[row][0])) in self._ends or not place.chances or place.ids[0] != token:
+                break  # the device went on with a token that is no draft token
+            at = self._go_below(at, 0, row, hook_output)
         while True:
             tips = [tip for tip in growth.tips(self._places, newest, most) if self._token(tip) not in self._ends]
             if not tips:
@@ -230,10 +235,17 @@ class ModelDraft:
         self._places.append(TreeNode(row, path, chance, ids, scores, chances, shape))
         return len(self._places) - 1
 
-    def _time(self, rows: int, began: float) -> None:
+    def _time(self, rows: int, began: float, passes: int = 1) -> None:
         few = max(_FEW, self._growth.wide) + (self._cascade[1] if self._cascade is not None else 0)
         if rows <= few:
-            self._seconds.append(perf_counter() - began)
+            self._seconds.append((perf_counter() - began) / passes)
+
+    @property
+    def _is_known_chain(self) -> bool:
+        """True if a draft is a chain of first choices whose length no number of its passes changes."""
+        growth, sampler = self._growth, self.sampler
+        is_greedy = sampler is None or (not sampler.temperature and self._history is None)
+        return self.is_fixed and growth.kind == "chain" and not growth.least and self._cascade is None and is_greedy
 
     def _plan(self, plain: float, costs: Costs) -> None:
         """Recompute the fixed shape every few drafts."""

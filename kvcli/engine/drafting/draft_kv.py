@@ -71,6 +71,19 @@ class DraftTreeKV(BorrowingReader):
         result = yield from self.add(ids, parents, logits_hook=logits_hook, layers=layers)
         return [result.hook_output(i) for i in range(len(ids))]
 
+    def grow_chain(
+        self, result: ForwardResult, n: int, logits_hook: LogitsHook, layers: Sequence[range] = ()
+    ) -> Passes[list[list[float]]]:
+        """Run n passes of one row each, whose token is the first choice of the pass before, of `result` for the first.
+        Return their hook output. The device hands these tokens on, so that the host waits once, for the last pass."""
+        first, passes = len(self), [result]
+        for _ in range(n):
+            of = yield from self.add([-1], [len(self) - 1], logits_hook=logits_hook, layers=layers, follows=passes[-1])
+            passes.append(of)
+        found = [of.hook_output(0) for of in reversed(passes)][::-1]
+        self.ids[first:] = [int(output[0]) for output in found[:-1]]
+        return found[1:]
+
     def add(
         self,
         ids: Sequence[int],
@@ -82,9 +95,10 @@ class DraftTreeKV(BorrowingReader):
         hidden: Tensor | None = None,
         shows: bool = False,
         record_queries: Sequence[int] = (),
+        follows: ForwardResult | None = None,
     ) -> Passes[ForwardResult]:
-        """Run a pass of further rows. `hidden`, `shows`, `record_queries`: `hidden`, `record_hidden_states` and
-        `record_queries` of the request."""
+        """Run a pass of further rows. `hidden`, `shows`, `record_queries`, `follows`: `hidden`,
+        `record_hidden_states`, `record_queries` and `follows` of the request."""
         n_before, n, above = len(self), len(ids), list(self._above)
         tree_mask = np.zeros((n, n_before + n), dtype=np.bool_)
         for row, parent in enumerate(parents):
@@ -99,7 +113,7 @@ class DraftTreeKV(BorrowingReader):
         mask = self._tree_mask[:, n_before:] if n > 1 and states is None else None
         rows = Rows(ids, self._pos[n_before:], mask, tree=n, parent=no_parents)
         for run in layers[:-1]:
-            hidden = (yield ForwardRequest(self._lm, rows, self, layers=run, hidden=hidden)).hidden
+            hidden = (yield ForwardRequest(self._lm, rows, self, layers=run, hidden=hidden, follows=follows)).hidden
         last = layers[-1] if layers else None
         of = self._lm, rows, self
         result = yield ForwardRequest(
@@ -112,6 +126,7 @@ class DraftTreeKV(BorrowingReader):
             record_hidden_states=shows,
             record_queries=record_queries,
             states=states,
+            follows=follows,
         )
         if states is not None and result.fold is not None:
             self._folds += [(result.fold, states, i + 1) for i in range(n)]

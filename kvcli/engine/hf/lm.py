@@ -91,6 +91,7 @@ class LM:
         self.ranks = Ranks()  # the processes that share the weights; alone without torchrun
         self.clock: Callable[[], float] = time.perf_counter if self.ranks.n == 1 else self.ranks.clock
         self.free_bytes: int | None = None  # free bytes of the device, once measured (resources.free_beside_weights)
+        self.stream: int | None = None  # CUDA stream of its passes, once one ran (resources.check_stream)
         # rotary embedding of keys by layer, once requested (rope.py)
         self.rotaries: tuple[Rotary | None, ...] | None = None
         # data kept between sequences, by kind: findings of drafters, MTP layers, captured passes

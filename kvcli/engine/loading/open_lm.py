@@ -16,7 +16,8 @@ from transformers import AttentionInterface
 
 from kvcli import environment
 from kvcli.engine import forward
-from kvcli.engine.cuda_graphs.captured_pass import CapturedPasses, CudaGraphs, captured_passes
+from kvcli.engine.cuda_graphs.capture import CudaGraphs
+from kvcli.engine.cuda_graphs.captured_passes import CapturedPasses, captured_passes
 from kvcli.engine.hf import model_settings
 from kvcli.engine.hf.fused_experts import serve_experts_
 from kvcli.engine.hf.fused_layers import direct_forward_of, fuse_
@@ -76,10 +77,9 @@ def open_lm(
     began = time.perf_counter()
     where = weights.find_device(device)
     ranks, kv_heads = n_ranks(), 0
-    is_whole = where.type == "cuda" and layers_on_gpu == "auto"  # else what is asked for lies in host memory anyway
     is_quantized = CheckpointFormat.of(source.config).stays(where.type)
     refuse_quant(source.id, quant, where.type, is_quantized=is_quantized)
-    refuse_split(layers_on_gpu, where.type, is_quantized=is_quantized, is_apart=experts_on_gpu != "auto")
+    refuse_split(layers_on_gpu, experts_on_gpu, embeddings, where.type, is_quantized=is_quantized)
     if source.is_pickle and not allow_pickle:
         raise BadModel(f"the weights of {source.id} are pickle files", code="model_pickle", try_=["--allow-pickle"])
     if ranks > 1:
@@ -108,8 +108,8 @@ def open_lm(
             quant=quant,
             device=where,
             layers_on_gpu=None if layers_on_gpu == "auto" else int(layers_on_gpu),
-            experts_on_gpu=int(experts_on_gpu) if is_whole and experts_on_gpu != "auto" else None,
-            embeddings=embeddings if is_whole else "device",
+            experts_on_gpu=None if experts_on_gpu == "auto" else int(experts_on_gpu),
+            embeddings=embeddings if layers_on_gpu == "auto" else "device",  # of a split model, in host memory anyway
             head=head,
             verify=verify,
             notes=notes,
@@ -277,7 +277,7 @@ def capture_like(head: LM, target: LM) -> LM:
 
 
 def enable_graph_capture(lm: LM, graphs: str) -> None:
-    """Enable captured passes (captured_pass.py) if the device supports them. The backend's description names them,
+    """Enable captured passes (captured_passes.py) if the device supports them. The backend's description names them,
     or why not."""
     whys = (
         triton_support.why_not(lm.device, lm.dtype) if graphs == "auto" else f"load.graphs = {graphs}",

@@ -8,6 +8,8 @@ from math import log
 import torch
 from torch import Tensor
 
+from kvcli.kernels.attend_invariant.tables import sent
+
 LONGEST = 255  # tokens of a repetition beyond the allowed ones, at most: longer ones have the same penalty
 LARGEST = 88.7228391  # log of the largest float32
 
@@ -45,5 +47,5 @@ def _by_length(multiplier: float, base: float, allowed: int, dtype: torch.dtype,
 
 def add_bias(logits: Tensor, bias: tuple[tuple[int, float], ...]) -> Tensor:
     """Add to the logits of some tokens: pairs of id and number, each id once."""
-    ids, values = (torch.tensor(each, device=logits.device) for each in zip(*bias, strict=True))
+    ids, values = (sent(torch.tensor(each), logits.device) for each in zip(*bias, strict=True))
     return logits.index_add(1, ids, values.to(logits.dtype).expand(len(logits), -1))

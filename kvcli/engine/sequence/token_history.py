@@ -9,6 +9,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from kvcli.kernels.attend_invariant.tables import sent
+
 
 class TokenHistory:
     """The token ids of a sequence in order. Each method returns a fact about all V tokens at N rows, which a penalty
@@ -31,7 +33,7 @@ class TokenHistory:
     def ids(self) -> np.ndarray:
         """All tokens, [T] int64."""
         if self._new:
-            self._mask[self._new] = True
+            self._mask[sent(torch.tensor(self._new), self._mask.device)] = True
             self._ids, self._new = np.append(self._ids, self._new), []
         return self._ids
 
@@ -55,11 +57,11 @@ class TokenHistory:
         table = _table(breakers, len(self._mask))
         rows = [np.append(self.ids, np.array(path, np.int64))[-last:] for path in paths]
         found = torch.from_numpy(np.stack([longest_repeats(row, table, most) for row in rows]))
-        return found.to(self._mask.device)
+        return sent(found, self._mask.device)
 
     def _places(self, paths: Sequence[Sequence[int]]) -> tuple[Tensor, ...]:
         at = [(i, token) for i, path in enumerate(paths) for token in path]
-        return tuple(torch.tensor(at, dtype=torch.int64, device=self._mask.device).reshape(-1, 2).T)
+        return tuple(sent(torch.tensor(at, dtype=torch.int64).reshape(-1, 2).T, self._mask.device))
 
 
 def longest_repeats(ids: np.ndarray, breakers: np.ndarray, most: int) -> np.ndarray:

@@ -116,15 +116,16 @@ class SeparateModelDraft(ModelDraftSettings):
 
     def draft_footprint(self, n: int, of: ModelSizes) -> Footprint:
         """Return the footprint of the draft model: the most of n tokens with KV on the device, in prefill and drafts,
-        when more exist than are kept; and recurrent states of the sequence, of draft tokens, and of a pass."""
+        when more exist than are kept; recurrent states of the sequence, of draft tokens, and of a pass; and buffers of
+        draft tokens. Captured are passes that catch up, draft passes, and a trial."""
         from kvcli.drafts.draft_models.separate_model import CHECKPOINTS, CHUNK
         from kvcli.drafts.sources.model_draft import LOOK
+        from kvcli.kv.tiers.draft_buffers import ROOM
 
         ready = n if self.retrieval != "off" and (self.chunk_device == "device" or of.device == "cpu") else 0
         kept = min(n, max(self.working, self._far) + CHUNK) if self.working and self.prefill != "full" else n
-        return Footprint(
-            ready + kept, ready + kept, beside=(1 + CHECKPOINTS + self.depth + 1) * of.state, chunk=CHUNK, rows=LOOK
-        )
+        states, passes = (1 + CHECKPOINTS + self.depth + 1) * of.state, (1, 8, 1, 8, LOOK)
+        return Footprint(ready + kept, ready + kept, states + ROOM * of.token, chunk=CHUNK, rows=LOOK, captured=passes)
 
     def drafter(self, ends: Collection[int] = (), pair: ModelPair | None = None) -> TreeDrafter:
         """Return a drafter without a sequence. Raises BadConfig if `working` exceeds the draft model's limit."""

@@ -52,7 +52,7 @@ class ModelDraftSettings(Ngram):
         from kvcli.drafts.sources.logit_recycling import learners
         from kvcli.drafts.tree.tree_drafter import TreeDrafter
 
-        successors = learners(self.sources)
+        successors, chain.is_fixed = learners(self.sources), not self.adaptive
         # the cheapest first
         others: list[PromptLookup | RecycledLogits] = [*([copies] if self.copies else []), *successors]
         beyond = [(i, source.behind) for i, source in enumerate(others)]

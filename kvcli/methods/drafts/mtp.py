@@ -29,8 +29,9 @@ class MtpDraft(ModelDraftSettings):
     def footprint(self, n: int, of: ModelSizes) -> Footprint:
         """Return the memory of the sources, and of the MTP layer's KV of all tokens, which is like the last layer's."""
         from kvcli.kv.tiers.dense import Dense
+        from kvcli.kv.tiers.draft_buffers import ROOM
 
-        return super().footprint(n, of) + Footprint(beside=-(-n // Dense.STEP) * Dense.STEP * of.last_slot)
+        return super().footprint(n, of) + Footprint(beside=(-(-n // Dense.STEP) * Dense.STEP + ROOM) * of.last_slot)
 
     def drafter(self, ends: Collection[int] = (), pair: ModelPair | None = None) -> TreeDrafter:
         """Return a drafter without a sequence. Raises BadModel if the model's files have no usable MTP layer."""

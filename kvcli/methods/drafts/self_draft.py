@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
 
+from kvcli.kv.footprint import Footprint, ModelSizes
 from kvcli.methods.drafts.model_draft_settings import ModelDraftSettings
 from kvcli.methods.drafts.view_settings import ViewSettings
 from kvcli.settings.schema import Range
@@ -41,6 +42,12 @@ class SelfDraft(ModelDraftSettings, ViewSettings):
     def ignored_keys(self) -> dict[str, str]:
         """Return the keys that have no effect: key -> the key that disables it."""
         return super().ignored_keys() | ({"skipped": "skip"} if self.skip == "none" else {})
+
+    def footprint(self, n: int, of: ModelSizes) -> Footprint:
+        """Return the memory of the sources, and of draft tokens, whose passes of one row are captured."""
+        from kvcli.kv.tiers.draft_buffers import ROOM
+
+        return super().footprint(n, of) + Footprint(beside=ROOM * of.token, captured=(1,))
 
     def drafter(self, ends: Collection[int] = (), pair: ModelPair | None = None) -> TreeDrafter:
         """Return a drafter without a sequence."""

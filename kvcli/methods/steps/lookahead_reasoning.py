@@ -71,4 +71,4 @@ class LookaheadReasoning:
     def draft_footprint(self, n: int, of: ModelSizes) -> Footprint:
         """Return the footprint of the smaller model: KV of all n tokens; recurrent states of the sequence and of a
         pass."""
-        return Footprint(n, n, beside=(1 + CHECKPOINTS + 1) * of.state, chunk=2048, rows=1)
+        return Footprint(n, n, beside=(1 + CHECKPOINTS + 1) * of.state, chunk=2048, rows=1, captured=(1,))

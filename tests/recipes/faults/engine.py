@@ -144,21 +144,21 @@ FAULTS = [
     ),
     Fault(
         "E2",
-        "kvcli/engine/cuda_graphs/captured_pass.py",
+        "kvcli/engine/cuda_graphs/captured_passes.py",
         "accumulate(part.shape.rows for part in parts)",
         "accumulate(part.request.rows.n_rows for part in parts)",
         "tests/test_captured_pass.py::test_passes_that_are_too_wide_together_are_captured_apart",
     ),
     Fault(
         "E3",
-        "kvcli/engine/cuda_graphs/captured_pass.py",
+        "kvcli/engine/cuda_graphs/captured_passes.py",
         "key = (ends, *(part.shape for part in parts)",
         "key = (ends, *(part.shape.rows for part in parts)",
         "tests/test_captured_pass.py::test_a_pass_with_recorded_queries_has_a_capture_of_its_own",
     ),
     Fault(
         "E17",
-        "kvcli/engine/cuda_graphs/captured_pass.py",
+        "kvcli/engine/cuda_graphs/pass_inputs.py",
         "n.argmax(0, keepdim=True)",
         "n.argmin(0, keepdim=True)",
         "tests/test_captured_pass.py::test_a_captured_pass_gives_the_text_of_single_operations",
@@ -179,7 +179,7 @@ FAULTS = [
     ),
     Fault(
         "E4",
-        "kvcli/engine/cuda_graphs/captured_pass.py",
+        "kvcli/engine/cuda_graphs/capture.py",
         "except torch.OutOfMemoryError:\n        raise\n    except",
         "except",
         "tests/test_captured_pass.py::test_a_pass_that_there_was_no_memory_to_record_is_recorded_the_next_time",

@@ -1,0 +1,78 @@
+"""Draft passes of one round hand their tokens on by themselves: how often the host waits for the device."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from kvcli import assemble
+from kvcli.engine.cuda_graphs.captured_passes import CapturedPasses
+from kvcli.engine.drafting.drafter import ModelPair
+from kvcli.engine.engine import generate_together, run_to_end
+from kvcli.engine.loading.open_lm import wrap_lm
+from kvcli.settings.profile import load_profile
+from tests import families
+from tests.fake_graphs import FakeGraphs
+
+NEW, DEPTH = 24, 5
+PROMPT = families.prompt(60, seed=2)
+# a draft model that agrees with the target, one that does not, and the target itself over a part of its KV cache
+SIDES = {"alike": ("model", 0), "unlike": ("model", 1), "self": ("self", 0)}
+
+
+def models(side: str, graphs: FakeGraphs | None) -> ModelPair:
+    """Return the models, on a device that records if `graphs` are given."""
+    method, seed = SIDES[side]
+    target, draft = (wrap_lm(families.build("llama", torch.float64, seed=of, num_hidden_layers=3)) for of in (0, seed))
+    for lm in (target, draft) if graphs is not None else ():
+        lm.is_on_accelerator, lm.remembers[CapturedPasses] = True, CapturedPasses(graphs)
+    return ModelPair(target, draft if method == "model" else target)
+
+
+def opened(pair: ModelPair, *sets: str) -> Any:
+    of_method = ["spec.method=self", "spec.view=stream", "spec.recent=16"]
+    if pair.draft is not pair.target:
+        of_method = ["spec.method=model", "spec.model=draft"]
+    its = [*of_method, f"spec.depth={DEPTH}", "spec.adaptive=false", "spec.copies=false", *sets]
+    session = assemble.session(pair.target, load_profile("exact", sets=its), pair=pair)
+    run_to_end(session.read(PROMPT))
+    return session
+
+
+def written(session: Any, graphs: FakeGraphs) -> tuple[list[list[int]], list[int]]:
+    """Return the ids of each step, and its waits."""
+    steps, waits = [], []
+    while (left := len(PROMPT) + NEW - len(session.ids)) > 0:
+        before = graphs.waits
+        steps.append([*run_to_end(session.step((), left)).rows.ids])
+        waits.append(graphs.waits - before)
+    return steps, waits
+
+
+@pytest.mark.parametrize("side", SIDES)
+def test_a_round_of_a_fixed_draft_waits_for_the_draft_and_for_the_target(side: str) -> None:
+    graphs = FakeGraphs()
+    steps, waits = written(opened(models(side, graphs)), graphs)
+    assert steps == written(opened(models(side, None)), graphs)[0], "the drafts of single operations"
+    assert max(map(len, steps)) > DEPTH
+    assert max(waits[1:]) == 2, "the first round times its passes"
+
+
+def test_where_a_draft_ends_by_what_its_passes_find_each_pass_is_waited_for() -> None:
+    graphs = FakeGraphs()
+    _, waits = written(opened(models("alike", graphs), "spec.min_gain=0.1"), graphs)
+    assert max(waits[1:]) == 1 + DEPTH
+
+
+def test_fixed_drafts_of_two_texts_share_their_passes() -> None:
+    graphs, pair = FakeGraphs(), models("unlike", None)
+    alone = opened(pair)
+    written(alone, graphs)
+    pair = models("unlike", graphs)
+    texts = [opened(pair), opened(pair)]
+    tasks = generate_together(*(text.stream(NEW) for text in texts))
+    assert all(task.error is None for task in tasks)
+    assert [text.ids[: len(PROMPT) + NEW] for text in texts] == [alone.ids[: len(PROMPT) + NEW]] * 2
+    assert not pair.draft.remembers[CapturedPasses].eager
