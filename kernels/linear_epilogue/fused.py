@@ -73,9 +73,9 @@ def _launch(x: Tensor, product: MergedLinear, y: Tensor, kv: Tensor, columns: in
 @triton.jit(do_not_specialize=["M"])
 def product_kernel(
     p_x, p_w, p_scale, p_factor, p_book, p_arrivals, p_parts, p_bias, p_y, p_kv, p_cos, p_sin, p_wq, p_wk, eps_q,
-    eps_k, M, K: tl.constexpr, STEP: tl.constexpr, BM: tl.constexpr, SK: tl.constexpr, KIND: tl.constexpr, ABOVE: tl.constexpr,
-    PTX: tl.constexpr, WIDTH: tl.constexpr, HOW: tl.constexpr, H: tl.constexpr, D: tl.constexpr, DP: tl.constexpr,
-    R: tl.constexpr, N: tl.constexpr, SPAN: tl.constexpr, COLS: tl.constexpr,
+    eps_k, M, K: tl.constexpr, STEP: tl.constexpr, BM: tl.constexpr, SK: tl.constexpr, KIND: tl.constexpr,
+    ABOVE: tl.constexpr, PTX: tl.constexpr, WIDTH: tl.constexpr, HOW: tl.constexpr, H: tl.constexpr, D: tl.constexpr,
+    DP: tl.constexpr, R: tl.constexpr, N: tl.constexpr, SPAN: tl.constexpr, COLS: tl.constexpr,
 ):  # fmt: skip
     """Compute a range of BM rows and 64 outputs; the last program of a block applies the epilogue; the grid of
     `linear_kernel`."""

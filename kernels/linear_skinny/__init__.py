@@ -1,4 +1,4 @@
-"""Linear layers for few rows on a GPU, with weights in 16 bits, int8, int4 in kvcli's groups, nf4, or llama.cpp's blocks.
+"""Linear layers for few rows on a GPU: weights in 16 bits, int8, int4 in kvcli's groups, nf4, or llama.cpp's blocks.
 
 Layouts: x [..., K], weight [N, K], bias [N], result [..., N], in bfloat16 or float16 throughout.
   plain: the unchanged weight

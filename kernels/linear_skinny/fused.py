@@ -29,7 +29,8 @@ AN_SM = 8  # programs of a multiprocessor at least, so that enough loads are und
 # Triton releases differ in fusing a product and a sum. It is off here, and tl.fma is used where it is meant. Stages
 # would take loads through shared memory.
 OPTIONS = {"num_warps": 2, "num_stages": 1, "enable_fp_fusion": False}
-# Registers of quantized weights by rows of a tile; unbound, ptxas spills some of them for more programs at once
+# Registers of quantized weights by rows of a tile, and 8 for groups of 16; unbound, ptxas spills some of them for more
+# programs at once
 REGISTERS = {8: 72, 16: 104, 32: 176}
 # Inputs of a register of the first operand: Triton 3.6 doubles them behind `join`. Both have the same numbers.
 WIDTH = 4 if tuple(map(int, triton.__version__.split(".")[:2])) < (3, 7) else 2
@@ -59,7 +60,7 @@ def linear(
     parts = y if consts["SK"] == 1 else x.new_empty(consts["SK"], m, n, dtype=torch.float32)
     linear_kernel[grid](
         *tensors, _or(bias, x), parts, w.arrivals, y, residual, m, n, HAS_BIAS=bias is not None,
-        maxnreg=None if w.kind == "plain" else REGISTERS[consts["BM"]], **consts, **OPTIONS,
+        maxnreg=None if w.kind == "plain" else REGISTERS[consts["BM"]] + 8 * (w.group == 16), **consts, **OPTIONS,
     )  # fmt: skip
     return y
 
@@ -196,10 +197,7 @@ def part_of(
                 b_x, [UNITS, NT, WARPS, 8, 4, 2, 2, 2]
             )  # unit, eight, warp, row | lane's 16 bytes: half, pair, e
             b_n = tl.reshape(tl.permute(b_x, (2, 0, 5, 6, 4, 7, 1, 3)), [WARPS, STEP, BM])
-            if WIDTH == 2:
-                b_x = b_n
-            else:
-                b_x = tl.reshape(tl.permute(b_x, (2, 0, 5, 4, 6, 7, 1, 3)), [WARPS, STEP, BM])
+            b_x = b_n if WIDTH == 2 else tl.reshape(tl.permute(b_x, (2, 0, 5, 4, 6, 7, 1, 3)), [WARPS, STEP, BM])
             if KIND == "plain" or KIND == "int8":
                 b_sum = tl.dot(b_w, b_x, b_sum)
             else:
@@ -259,10 +257,13 @@ def _widen4(b_w, p_book, dtype: tl.constexpr, KIND: tl.constexpr, PTX: tl.conste
     """Widen words [R, 4] to eight tensors [R, 4]: tensor 4 j + p has pair p of the words j and 2 + j."""
     IS_INT: tl.constexpr = KIND == "int4" or KIND == "blocks4"
     if PTX:
-        BF16: tl.constexpr = INT4_BF16 if IS_INT else NF4_BF16 if KIND == "nf4" else IQ4_BF16 if KIND == "iq4" else MXFP4_BF16
-        FP16: tl.constexpr = INT4_FP16 if IS_INT else NF4_FP16 if KIND == "nf4" else IQ4_FP16 if KIND == "iq4" else MXFP4_FP16
+        IS_BF16: tl.constexpr = dtype == tl.bfloat16
+        INT4: tl.constexpr = INT4_BF16 if IS_BF16 else INT4_FP16
+        NF4: tl.constexpr = NF4_BF16 if IS_BF16 else NF4_FP16
+        IQ4: tl.constexpr = IQ4_BF16 if IS_BF16 else IQ4_FP16
+        MXFP4: tl.constexpr = MXFP4_BF16 if IS_BF16 else MXFP4_FP16
         return tl.inline_asm_elementwise(
-            BF16 if dtype == tl.bfloat16 else FP16, OF4, [b_w],
+            INT4 if IS_INT else NF4 if KIND == "nf4" else IQ4 if KIND == "iq4" else MXFP4, OF4, [b_w],
             dtype=(dtype.value,) * 8, is_pure=True, pack=2,
         )  # fmt: skip
     else:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
+from functools import cache
 from typing import Literal
 
 import torch
@@ -141,10 +142,15 @@ def rows(w: Weight, index: Tensor) -> Tensor:
         pairs = pairs.repeat_interleave(len(factors) // len(pairs), 0) * factors.reshape(len(factors), len(index), -1)
     d, *least = pairs.repeat_interleave(w.group, 0).unbind(2)  # [K, R] each
     if w.kind in BOOKS:
-        wide = torch.tensor(BOOKS[w.kind], device=q.device)[q.long()]
+        wide = _book(w.kind, q.device)[q.long()]
     else:
         wide = q.float() - (8 if w.kind == "blocks4" and not least else 0)
     return wide * d.T - least[0].T if least else wide * d.T
+
+
+@cache  # a recorded pass must not copy it to the device
+def _book(kind: str, device: torch.device) -> Tensor:
+    return torch.tensor(BOOKS[kind], dtype=torch.float32, device=device)
 
 
 def weight(w: Weight) -> Tensor:
@@ -159,7 +165,7 @@ def as_eights(w: Weight) -> Weight:
     assert w.factor is not None
     q, is_pair = codes(w, every).view(torch.int8), w.scale.dim() > 4
     if w.kind in BOOKS:
-        q = torch.tensor(BOOKS[w.kind], dtype=torch.int8, device=q.device)[q.long()]
+        q = _book(w.kind, q.device)[q.long()].to(torch.int8)
     elif w.kind == "blocks4" and not is_pair:
         q = q - 8
     scale, factor = (t if is_pair else torch.stack([t, torch.zeros_like(t)], dim=-1) for t in (w.scale, w.factor))
