@@ -41,10 +41,9 @@ class Product(ctypes.Structure):
 
 def type_of(layer: Any) -> dtype | None:
     """Return the dtype of a linear layer's inputs; None if the module is no linear layer, or has no product of ours."""
-    if not isinstance(layer, OnWeight) and not (isinstance(layer, InPanels) and layer.panels):
-        return None
-    found: dtype = layer.dtype
-    return found if layer.bias is None or layer.bias.dtype == found else None
+    is_ours = isinstance(layer, OnWeight) or (isinstance(layer, InPanels) and layer.panels is not None)
+    found: dtype | None = layer.dtype if is_ours else None
+    return found if found is None or layer.bias is None or layer.bias.dtype == found else None
 
 
 def product_of(layer: Any) -> tuple[Product, list[Tensor | None]]:

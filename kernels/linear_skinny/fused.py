@@ -65,7 +65,9 @@ def linear(
     return y
 
 
-def arguments(x: Tensor, w: Weight, sk: int = 0) -> tuple[tuple[int, int, int], Sequence[Tensor], dict[str, Any]]:
+def arguments(
+    x: Tensor, w: Weight, sk: int = 0
+) -> tuple[tuple[int, int, int], Sequence[Tensor | None], dict[str, Any]]:
     """Return the grid, the tensors and the constants of `part_of`."""
     m, (n, k) = x.shape[0], w.shape
     sk, tile = sk or stretches(n, k, _processors(x.device)), 8 if m <= 8 else 16 if m <= 16 else 32

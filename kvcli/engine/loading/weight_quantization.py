@@ -91,7 +91,8 @@ def quantize_head_and_move_embeddings_(model: Any, head: str, embeddings: str, d
             raise BadModel(f"load.head = {head}: {why}", code="model_unsupported", try_=["--set load.head=none"])
         there = device if device.type != "cpu" else None
         rows = weight.rows if isinstance(weight, NativeWeight) else weight.__getitem__
-        each = torch.arange(weight.shape[0], device=weight.device).split(ROWS)
+        n = weight.shape[0]
+        each = (torch.arange(a, min(a + ROWS, n), device=weight.device) for a in range(0, n, ROWS))
         parts = [linear_quantized.pack(rows(some).to(device), 8, native=False) for some in each]
         data, scale = (torch.cat([getattr(part, name) for part in parts]) for name in ("data", "scale"))
         whole = replace(parts[0], shape=(weight.shape[0], weight.shape[1]), data=data, scale=scale)
