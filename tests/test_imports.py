@@ -55,7 +55,8 @@ ONLY = {
 # Raised by 3,500: adapters, tools, thinking, samplers, folders, addresses, OCR, and the names and formats of models.
 # Raised by 5,638: a server with page and protocols, a pool of memory, scores, models that stay loaded, other engines.
 # Raised by 1,237: kernels of joined launches and experts, weights in host memory, every pass captured; the store fell.
-MOST_LINES = 80_917
+# Raised by 279: GGUF blocks stay quantized on a GPU.
+MOST_LINES = 81_196
 
 
 def _module(path: Path) -> str:

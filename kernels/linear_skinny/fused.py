@@ -29,8 +29,8 @@ AN_SM = 8  # programs of a multiprocessor at least, so that enough loads are und
 # Triton releases differ in fusing a product and a sum. It is off here, and tl.fma is used where it is meant. Stages
 # would take loads through shared memory.
 OPTIONS = {"num_warps": 2, "num_stages": 1, "enable_fp_fusion": False}
-# Registers of quantized weights by rows of a tile, and 8 for groups of 16; unbound, ptxas spills some of them for more
-# programs at once
+# Registers of quantized weights by rows of a tile, and 8 for groups of 16 and 32; unbound, ptxas spills some of them
+# for more programs at once
 REGISTERS = {8: 72, 16: 104, 32: 176}
 # Inputs of a register of the first operand: Triton 3.6 doubles them behind `join`. Both have the same numbers.
 WIDTH = 4 if tuple(map(int, triton.__version__.split(".")[:2])) < (3, 7) else 2
@@ -60,7 +60,7 @@ def linear(
     parts = y if consts["SK"] == 1 else x.new_empty(consts["SK"], m, n, dtype=torch.float32)
     linear_kernel[grid](
         *tensors, _or(bias, x), parts, w.arrivals, y, residual, m, n, HAS_BIAS=bias is not None,
-        maxnreg=None if w.kind == "plain" else REGISTERS[consts["BM"]] + 8 * (w.group == 16), **consts, **OPTIONS,
+        maxnreg=None if w.kind == "plain" else REGISTERS[consts["BM"]] + 8 * (0 < w.group <= 32), **consts, **OPTIONS,
     )  # fmt: skip
     return y
 

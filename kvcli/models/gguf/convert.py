@@ -202,20 +202,21 @@ def convert_if_needed(
 
 
 def conversion_notes(found: Source, dtype: str, *, packs: bool, kind: str = "cpu") -> tuple[str, ...]:
-    """Notes on the tensors of a file that stay quantized on this kind of device, and those that were dequantized; on a
-    GPU with their bytes, because codes of 5 and 6 bits take 8 there."""
+    """Notes on the tensors of a file that stay quantized on this kind of device, and those that were dequantized; for
+    a GPU with their bytes, because codes of 5 and 6 bits take 8 there."""
     if not found.is_gguf:
         return ()
     tensors = [(name, t) for file in found.files for name, t in file.tensors.items() if t.dtype in BLOCKS]
-    held = [t for name, t in tensors if packs and stays_packed(name, t, kind)]
-    stay = Counter(t.dtype for t in held)
-    gone = Counter(t.dtype for _, t in tensors) - stay
-    of_file, here = sum(t.nbytes for t in held), sum(packed_bytes(t.dtype, t.in_file, kind) for t in held)
-    size = "" if kind == "cpu" else f"; {of_file >> 20:,} MiB in the file, {here >> 20:,} MiB on the GPU"
-    told = (("GGUF tensors that run in the file's bits", stay, size), (f"GGUF tensors converted to {dtype}", gone, ""))
-    return tuple(
-        f"{what}: {', '.join(f'{n} {of}' for of, n in sorted(c.items()))}{size}" for what, c, size in told if c
-    )
+    on_gpu, number, notes = kind != "cpu", getattr(torch, dtype).itemsize, list[str]()
+    for keeps in (True, False):
+        held = [t for name, t in tensors if (packs and stays_packed(name, t, kind)) == keeps]
+        here = sum(packed_bytes(t.dtype, t.in_file, kind) if keeps else prod(t.shape) * number for t in held)
+        kept = "GGUF tensors that stay quantized" if on_gpu else "GGUF tensors that run in the file's bits"
+        what = kept if keeps else f"GGUF tensors converted to {dtype}"
+        each = ", ".join(f"{n} {of}" for of, n in sorted(Counter(t.dtype for t in held).items()))
+        size = f"; {sum(t.nbytes for t in held) >> 20:,} MiB in the file, {here >> 20:,} MiB on the GPU"
+        notes += [f"{what}: {each}{size if on_gpu else ''}"] * bool(held)
+    return tuple(notes)
 
 
 def _make(

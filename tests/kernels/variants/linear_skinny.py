@@ -48,7 +48,7 @@ def _linear(kind: str, rows: int, group: int = 0, x: str = "*bf16", residual: st
         consts=consts | {"HAS_BIAS": False, "PTX": True, "WIDTH": 2} | ({} if residual else {"p_residual": None}),
         warps=2,
         stages=1,
-        registers=None if kind == "plain" else REGISTERS[rows] + 8 * (step == 16),
+        registers=None if kind == "plain" else REGISTERS[rows] + 8 * (kind != "int8" and step <= 32),
         aligned=("N",),
         budget=BUDGETS.get(kind, [None] * 3)[(8, 16, 32).index(rows)] if step == own and x == "*bf16" else None,
         streams=True,
