@@ -109,7 +109,7 @@ def served(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 SIZES = {"hidden_size": 256, "intermediate_size": 512, "head_dim": 64, "num_hidden_layers": 1, "vocab_size": 320}
-SIZES |= {"num_attention_heads": 2, "num_key_value_heads": 1}
+SIZES |= {"num_attention_heads": 4, "num_key_value_heads": 1}
 Q4_K_M = ("Q4_K", "Q4_K", "Q6_K", "Q4_K", "Q4_K", "Q4_K", "Q6_K")  # q, k, v, o, gate, up, down of half its layers
 
 
