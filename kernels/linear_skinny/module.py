@@ -23,7 +23,7 @@ class OnWeight(Protocol):
 
     @property
     def dtype(self) -> torch.dtype:
-        """Of the inputs."""
+        """Data type of the inputs."""
 
     @property
     def as_weight(self) -> Weight:
