@@ -11,7 +11,6 @@ import torch
 from gguf import GGMLQuantizationType
 from gguf.quants import quantize
 
-from kvcli.engine.hf.fused_layers import FusedLayer, fuse_
 from kvcli.engine.loading.weights import load_weights
 from kvcli.fit.plan import subject_of
 from kvcli.fit.weights import weigh
@@ -27,11 +26,10 @@ from kvcli.models import source
 from kvcli.models.family import read_config
 from kvcli.models.gguf import convert
 from kvcli.models.gguf.blocks import PACKED, packed_bytes
-from tests import make
 from tests.families import prompt
 from tests.gguf_files import SCALES, blocks, write
 from tests.kernels.test_gguf_blocks import N, weights, widths
-from tests.kernels.test_gpu_layer import Captured, counted
+from tests.kernels.test_gpu_layer import counted
 
 pytest.importorskip("triton")
 import_module("tests.kernels.interpreted")  # before anything that is fused
@@ -163,25 +161,6 @@ def test_heads_of_several_formats_are_one_launch(served: None, monkeypatch: pyte
     assert torch.equal(layers[2].weight.form.rows(index), want)
 
 
-@pytest.mark.slow
-def test_a_layer_of_a_file_takes_eight_launches(served: None, monkeypatch: pytest.MonkeyPatch):
-    lm = make.model("llama", BF16, **SIZES)
-    (layer,) = lm.layers or ()
-    kinds = iter(Q4_K_M)
-    for parent in list(layer.modules()):
-        for name, old in list(parent.named_children()):
-            if type(old) is torch.nn.Linear:
-                w = of_packed(first(next(kinds), old.out_features, old.in_features))
-                setattr(parent, name, SkinnyPacked(w, None, BF16))
-    fuse_(lm, [layer])
-    assert isinstance(vars(layer)["forward"], FusedLayer)
-    x, cos, sin = (torch.randn(1, n).to(BF16) for n in (256, 64, 64))
-    its_pass = Captured(lm)
-    with counted(monkeypatch) as launches:
-        vars(layer)["forward"].run(x, cos, sin, its_pass)
-    assert launches.total() == 8, launches
-
-
 def test_what_runs_in_its_blocks_is_told_with_its_bytes(tmp_path: Path):
     write(tmp_path / "tiny.gguf", kinds=("Q4_K", "TQ1_0"), intermediate_size=256)
     found = source.find(str(tmp_path / "tiny.gguf"))
@@ -189,7 +168,6 @@ def test_what_runs_in_its_blocks_is_told_with_its_bytes(tmp_path: Path):
     assert stays == "GGUF tensors that stay quantized: 12 Q4_K, 6 Q8_0; 0 MiB in the file, 0 MiB on the GPU"
     tensors = [t for file in found.files for t in file.tensors.values() if t.dtype == "TQ1_0"]
     size = 2 * sum(prod(t.shape) for t in tensors) >> 20
-    assert size > 0
     assert gone == f"GGUF tensors converted to bfloat16: 12 TQ1_0; 0 MiB in the file, {size} MiB on the GPU"
     (all_of_it,) = convert.conversion_notes(found, "bfloat16", packs=False, kind="cuda")
     assert all_of_it.startswith("GGUF tensors converted to bfloat16: 12 Q4_K, 6 Q8_0, 12 TQ1_0; ")
