@@ -504,7 +504,9 @@ def test_fit_knows_by_the_header_what_will_be_in_memory(tmp_path: Path, packs: b
     write(tmp_path / "tiny.gguf")
     subject = subject_of(source.find(str(tmp_path / "tiny.gguf")))
     number, device = {"bf16": 2, "fp32": 4, "fp64": 8}[dtype], "cpu" if packs or dtype == "fp64" else "cuda"
-    foretold = weigh(subject.held, subject.shape, number=number, quant="none", device=device, given=False)
+    foretold = weigh(
+        subject.held, subject.shape, number=number, quant="none", device=device, given=False, is_whole=packs
+    )
     lm = loaded(tmp_path / "tiny.gguf", packs=packs, dtype=dtype)
     rope = sum(b.nbytes for name, b in lm.model.named_buffers() if "inv_freq" in name)
     assert foretold.memory == pytest.approx(lm.info.weight_bytes - rope, abs=64)

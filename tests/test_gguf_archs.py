@@ -106,7 +106,13 @@ def test_experts_stay_in_blocks_and_fit_knows_it(tmp_path: Path, monkeypatch: py
         logits.append(our_logits(lm, prompt(37), 13))
         subject = subject_of(found)
         foretold = weigh(
-            subject.held, subject.shape, number=4, quant="none", device="cpu" if packs else "cuda", given=False
+            subject.held,
+            subject.shape,
+            number=4,
+            quant="none",
+            device="cpu" if packs else "cuda",
+            given=False,
+            is_whole=packs,
         )
         rope = sum(b.nbytes for key, b in lm.model.named_buffers() if "inv_freq" in key)
         assert foretold.memory == pytest.approx(lm.info.weight_bytes - rope, abs=64)

@@ -17,14 +17,12 @@ from weakref import WeakMethod
 import torch
 from torch import Tensor, dtype, nn
 
-from kvcli.kernels import linear_quantized
 from kvcli.kernels import native as built
 from kvcli.kernels.gated_mlp.reference import ACTIVATIONS as KNOWN
-from kvcli.kernels.linear import NativeLinear
+from kvcli.kernels.linear import InPanels
 from kvcli.kernels.linear_epilogue.module import merged, share_
-from kvcli.kernels.linear_quantized import PackedLinear
 from kvcli.kernels.linear_skinny import linear_skinny
-from kvcli.kernels.linear_skinny.module import SkinnyLinear, SkinnyPacked
+from kvcli.kernels.linear_skinny.module import OnWeight
 from kvcli.kernels.linear_skinny.reference import BLOCK
 from kvcli.kernels.module_probe import first_and_last, group_by_kind, kind, probe_output
 
@@ -41,24 +39,17 @@ class Product(ctypes.Structure):
     ]
 
 
-def type_of(layer: nn.Module) -> dtype | None:
+def type_of(layer: Any) -> dtype | None:
     """Return the dtype of a linear layer's inputs; None if the module is no linear layer, or has no product of ours."""
-    found = None
-    if isinstance(layer, NativeLinear | SkinnyLinear | SkinnyPacked) or (
-        isinstance(layer, PackedLinear) and layer.is_native and linear_quantized.serves(layer.dtype)
-    ):
-        found = layer.dtype
+    is_ours = isinstance(layer, OnWeight) or (isinstance(layer, InPanels) and layer.panels is not None)
+    found: dtype | None = layer.dtype if is_ours else None
     return found if found is None or layer.bias is None or layer.bias.dtype == found else None
 
 
-def product_of(layer: nn.Module) -> tuple[Product, list[Tensor | None]]:
-    """Return the struct for a layer that has a `type_of`, and the tensors that own its memory."""
-    keeps: list[Tensor | None]
-    if isinstance(layer, PackedLinear):
-        keeps, format = [layer.data, layer.scale, layer.bias], layer.format.address
-    else:
-        assert isinstance(layer, NativeLinear)
-        keeps, format = [layer.packed, None, layer.bias], 0
+def product_of(layer: Any) -> tuple[Product, list[Tensor | None]]:
+    """Return the struct for a layer on a CPU that has a `type_of`, and the tensors that own its memory."""
+    *tensors, format = layer.panels
+    keeps = [*tensors, layer.bias]
     at = (None if t is None else t.data_ptr() for t in keeps)
     return Product(*at, layer.out_features, layer.in_features, format), keeps
 
@@ -168,8 +159,7 @@ class Way:
 
     def of(self, module: nn.Module) -> NativeMlp | FusedMlp:
         linears = self.linears(module)
-        is_fused = isinstance(linears[0], SkinnyLinear | SkinnyPacked)
-        return (FusedMlp if is_fused else NativeMlp)(linears, self.act, module.forward)
+        return (FusedMlp if isinstance(linears[0], OnWeight) else NativeMlp)(linears, self.act, module.forward)
 
     def linears(self, module: nn.Module) -> list[nn.Module]:
         linears = _linears(module)

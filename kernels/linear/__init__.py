@@ -12,7 +12,7 @@ import math
 import mmap
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor, nn
@@ -199,6 +199,18 @@ def plain(a: Any) -> Any:
     return a.form.plain().to(a.dtype) if isinstance(a, NativeWeight) else a
 
 
+@runtime_checkable
+class InPanels(Protocol):
+    """Linear layer whose weight native calls for several layers read, too."""
+
+    dtype: torch.dtype
+
+    @property
+    def panels(self) -> tuple[Tensor, Tensor | None, int] | None:
+        """The weight in panels, its scales, and the address of its `Format`, 0 for numbers; None if it cannot be
+        multiplied natively."""
+
+
 class NativeLinear(nn.Module):
     """Replacement of one `nn.Linear`."""
 
@@ -213,6 +225,10 @@ class NativeLinear(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return linear(x, self.packed, self.bias, self.out_features)
+
+    @property
+    def panels(self) -> tuple[Tensor, None, int]:
+        return self.packed, None, 0
 
     def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
         super()._save_to_state_dict(destination, prefix, keep_vars)

@@ -72,14 +72,14 @@ def _launch(x: Tensor, product: MergedLinear, y: Tensor, kv: Tensor, columns: in
 
 @triton.jit(do_not_specialize=["M"])
 def product_kernel(
-    p_x, p_w, p_scale, p_book, p_arrivals, p_parts, p_bias, p_y, p_kv, p_cos, p_sin, p_wq, p_wk, eps_q, eps_k, M,
-    K: tl.constexpr, STEP: tl.constexpr, BM: tl.constexpr, SK: tl.constexpr, KIND: tl.constexpr, ABOVE: tl.constexpr,
-    PTX: tl.constexpr, WIDTH: tl.constexpr, HOW: tl.constexpr, H: tl.constexpr, D: tl.constexpr, DP: tl.constexpr,
-    R: tl.constexpr, N: tl.constexpr, SPAN: tl.constexpr, COLS: tl.constexpr,
+    p_x, p_w, p_scale, p_factor, p_book, p_arrivals, p_parts, p_bias, p_y, p_kv, p_cos, p_sin, p_wq, p_wk, eps_q,
+    eps_k, M, K: tl.constexpr, STEP: tl.constexpr, BM: tl.constexpr, SK: tl.constexpr, KIND: tl.constexpr,
+    ABOVE: tl.constexpr, PTX: tl.constexpr, WIDTH: tl.constexpr, HOW: tl.constexpr, H: tl.constexpr, D: tl.constexpr,
+    DP: tl.constexpr, R: tl.constexpr, N: tl.constexpr, SPAN: tl.constexpr, COLS: tl.constexpr,
 ):  # fmt: skip
     """Compute a range of BM rows and 64 outputs; the last program of a block applies the epilogue; the grid of
     `linear_kernel`."""
-    b_part = part_of(p_x, p_w, p_scale, p_book, M, N, K, STEP, BM, SK, KIND, ABOVE, PTX, WIDTH)  # [64, BM]
+    b_part = part_of(p_x, p_w, p_scale, p_factor, p_book, M, N, K, STEP, BM, SK, KIND, ABOVE, PTX, WIDTH)  # [64, BM]
     tile, i_n = tl.program_id(2), tl.program_id(0) * BN + tl.arange(0, BN)[:, None]
     i_m = tile * BM + tl.arange(0, BM)
     at = (tl.program_id(1) * M + i_m[None, :]) * N + i_n

@@ -4,37 +4,36 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import accumulate
+from typing import Any
 
 import torch
 from torch import nn
 
 from kvcli.kernels.linear_epilogue import MergedLinear
 from kvcli.kernels.linear_skinny import Weight
-from kvcli.kernels.linear_skinny.module import SkinnyLinear, SkinnyPacked
+from kvcli.kernels.linear_skinny.module import OnWeight
 
 
 def merged(layers: Sequence[nn.Module]) -> MergedLinear | None:
     """Return layers of the same inputs as one product, with copies of their weights if there are several; None if they
     cannot be one."""
-    skinny = [layer for layer in layers if isinstance(layer, SkinnyLinear | SkinnyPacked)]
-    if len(skinny) < len(layers):
+    skinny: list[Any] = [*layers]
+    weights = [layer.as_weight for layer in layers if isinstance(layer, OnWeight)]
+    if len(weights) < len(layers):
         return None
-    weights = [layer.as_weight for layer in skinny]
     weight = weights[0] if len(weights) == 1 else Weight.merged(weights)
     if weight is None:
         return None
     if all(layer.bias is None for layer in skinny):
         return MergedLinear(weight, None)
     like = next(layer.bias for layer in skinny if layer.bias is not None)
-    biases = [like.new_zeros(layer.out_features) if layer.bias is None else layer.bias for layer in skinny]
+    sizes = [one.shape[0] for one in weights]
+    biases = [like.new_zeros(n) if layer.bias is None else layer.bias for layer, n in zip(skinny, sizes, strict=True)]
     return MergedLinear(weight, torch.cat([bias.detach() for bias in biases]))
 
 
-def share_(layers: Sequence[nn.Module], product: MergedLinear) -> None:
+def share_(layers: Sequence[Any], product: MergedLinear) -> None:
     """Free the weights of these layers, which from now on compute with those of their product."""
     ends = [0, *accumulate(layer.out_features for layer in layers)]
     for layer, a, b in zip(layers, ends, ends[1:], strict=False):
-        if isinstance(layer, SkinnyLinear):
-            layer.weight = nn.Parameter(product.weight.data[a:b], requires_grad=False)
-        elif isinstance(layer, SkinnyPacked) and len(layers) > 1:
-            layer.be_part_of(product.weight, product.bias, slice(a, b))
+        layer.be_part_of(product.weight, product.bias, slice(a, b))

@@ -15,7 +15,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from itertools import chain
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -106,6 +106,10 @@ class QuantizedWeight:
         """Compute x [..., K] -> [..., N]."""
         y = linear_quantized(x, self)
         return y if bias is None else y.add_(bias)
+
+    def layer(self, bias: Tensor | None, dtype: torch.dtype) -> PackedLinear:
+        """Return a layer that multiplies the weight."""
+        return PackedLinear(self, bias, dtype)
 
     def rows(self, index: Tensor) -> Tensor:
         """Dequantize the rows `index` [...] of blocks -> [..., K] float32."""
@@ -221,6 +225,10 @@ class PackedLinear(nn.Module):
         return QuantizedWeight(self.format, shape, self.data, self.scale, self.is_native)
 
     @property
+    def panels(self) -> tuple[Tensor, Tensor, int] | None:
+        return (self.data, self.scale, self.format.address) if self.is_native and serves(self.dtype) else None
+
+    @property
     def weight(self) -> NativeWeight:
         """The weight for other code; `NativeWeight` describes the cost."""
         return NativeWeight(self.weights, (self.out_features, self.in_features), self.dtype)
@@ -292,7 +300,7 @@ def swap_(
 def packed_weights(root: nn.Module) -> int:
     """Return the number of quantized weights below `root` that are no parameter, as that of a tied embedding is."""
     shared = {p.untyped_storage().data_ptr() for p in root.parameters() if not hasattr(p, "to_local")}
-    layers = [layer for layer in root.modules() if isinstance(layer, PackedLinear)]
+    layers: list[Any] = [layer for layer in root.modules() if "data" in layer._buffers]
     return sum(p.in_features * p.out_features for p in layers if p.data.untyped_storage().data_ptr() not in shared)
 
 

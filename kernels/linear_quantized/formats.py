@@ -88,8 +88,9 @@ def arrange_scales(scales: Tensor, format: Format) -> Tensor:
     return torch.cat([d.flatten(2), by_panel[:, :, halves:].flatten(2)], dim=2)
 
 
-def rows_of(index: Tensor, data: Tensor, scale: Tensor, format: Format) -> Tensor:
-    """Dequantize rows `index` [R] of a weight in panels whose format has a span -> [R, K] float32."""
+def parts_of(index: Tensor, data: Tensor, scale: Tensor, format: Format) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Read rows `index` [R] of a weight in panels whose format has a span: codes [R, K] uint8, then d and perhaps
+    `least` [R, spans, 1 or 2] and their factors [R, spans, groups, 1 or 2] int8, None if it has none."""
     at, panel, bits = index % PANEL, index // PANEL, format.bits
     words, low = data[panel, :, at], _low(bits)  # [R, words, 4]
     if bits == 8:
@@ -99,17 +100,25 @@ def rows_of(index: Tensor, data: Tensor, scale: Tensor, format: Format) -> Tenso
         codes = _split(units[:, :, :low], low)
         if bits > low:
             codes |= _split(units[:, :, low:], bits - low) << low
-    if format.table:
-        codes = torch.tensor(format.table, dtype=torch.uint8)[codes.long()]
     halves = 2 * PANEL * (1 + format.has_min)
     d = scale[..., :halves].view(torch.bfloat16 if format.is_bf16 else torch.float16).unflatten(2, (-1, PANEL))
-    pair = d[panel, :, :, at].float().unsqueeze(2)  # [R, spans, 1, 1 or 2]: d, least
-    if format.factor_bits:
-        per_group = 1 + format.has_min if format.factor_bits == 8 else 1
-        factors = scale[..., halves:].unflatten(2, (-1, per_group, PANEL))[panel, :, :, :, at]
-        if format.factor_bits == 4:
-            factors = torch.cat([factors & 15, factors >> 4], dim=3)
-        pair = pair * factors.view(torch.int8).float()  # [R, spans, groups, 1 or 2]
+    if not format.factor_bits:
+        return codes, d[panel, :, :, at], None
+    per_group = 1 + format.has_min if format.factor_bits == 8 else 1
+    factors = scale[..., halves:].unflatten(2, (-1, per_group, PANEL))[panel, :, :, :, at]
+    if format.factor_bits == 4:
+        factors = torch.cat([factors & 15, factors >> 4], dim=3)
+    return codes, d[panel, :, :, at], factors.view(torch.int8)
+
+
+def rows_of(index: Tensor, data: Tensor, scale: Tensor, format: Format) -> Tensor:
+    """Dequantize rows `index` [R] of a weight in panels whose format has a span -> [R, K] float32."""
+    codes, d, factors = parts_of(index, data, scale, format)
+    if format.table:
+        codes = torch.tensor(format.table, dtype=torch.uint8)[codes.long()]
+    pair = d.float().unsqueeze(2)
+    if factors is not None:
+        pair = pair * factors.float()  # [R, spans, groups, 1 or 2]
     by_group = codes.view(len(index), *pair.shape[1:2], -1, format.group)
     w = (by_group.float() - format.offset) * pair[..., :1]
     return (w - pair[..., 1:] if format.has_min else w).flatten(1)
@@ -137,5 +146,5 @@ def _join(part: Tensor, bits: int) -> Tensor:
 
 def _split(words: Tensor, bits: int) -> Tensor:
     """Invert `_join` for some rows: [R, K / 32, bits, 4] -> [R, K]."""
-    shifts = torch.arange(0, 8, bits, dtype=torch.uint8).view(-1, 1)
+    shifts = torch.arange(0, 8, bits, dtype=torch.uint8, device=words.device).view(-1, 1)
     return (words.unsqueeze(3) >> shifts & (1 << bits) - 1).flatten(1)

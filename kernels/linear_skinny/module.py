@@ -3,16 +3,34 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor, nn
 
 from kvcli.kernels import triton_support
+from kvcli.kernels.linear import NativeWeight
 from kvcli.kernels.linear_quantized import PackedLinear
-from kvcli.kernels.linear_skinny import Weight, linear_skinny, of_packed, pack_nf4, plain, why_not
+from kvcli.kernels.linear_skinny import Weight, linear_skinny, of_packed, pack_nf4, plain, reference, why_not
 
 BLOCK = 64  # inputs per nf4 scale
+
+
+@runtime_checkable
+class OnWeight(Protocol):
+    """Linear layer that multiplies by the kernels, and so can be joined with others of the same inputs."""
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Data type of the inputs."""
+
+    @property
+    def as_weight(self) -> Weight:
+        """The weight [N, K] of all that it multiplies."""
+
+    def be_part_of(self, weight: Weight, bias: Tensor | None, part: slice) -> None:
+        """Compute a part of the outputs of a weight that layers share, and free the own one."""
 
 
 class SkinnyLinear(nn.Linear):
@@ -27,9 +45,38 @@ class SkinnyLinear(nn.Linear):
     def as_weight(self) -> Weight:
         return Weight("plain", (self.out_features, self.in_features), self.weight, self.arrivals)
 
+    def be_part_of(self, weight: Weight, bias: Tensor | None, part: slice) -> None:
+        self.weight = nn.Parameter(weight.data[part], requires_grad=False)
+
     @property
     def dtype(self) -> torch.dtype:
         return self.weight.dtype
+
+
+@dataclass(frozen=True, slots=True)
+class FragmentWeight:
+    """Weight in the order of the kernels, for a `NativeWeight`."""
+
+    weight: Weight
+    part: range  # of its outputs
+
+    @property
+    def memory(self) -> Tensor:
+        return self.weight.data
+
+    def product(self, x: Tensor, bias: Tensor | None) -> Tensor:
+        y = linear_skinny(x, self.weight)[..., self.part.start : self.part.stop]
+        return y if bias is None else y + bias
+
+    def rows(self, index: Tensor) -> Tensor:
+        return reference.rows(self.weight, index.flatten() + self.part.start).view(*index.shape, -1)
+
+    def layer(self, bias: Tensor | None, dtype: torch.dtype) -> SkinnyPacked:
+        """Return a layer that multiplies the weight."""
+        return SkinnyPacked(self.weight, bias, dtype)
+
+    def plain(self) -> Tensor:
+        return self.rows(torch.arange(len(self.part), device=self.memory.device))
 
 
 class SkinnyPacked(nn.Module):
@@ -38,6 +85,7 @@ class SkinnyPacked(nn.Module):
     data: Tensor
     arrivals: Tensor
     scale: Tensor
+    factor: Tensor | None
 
     def __init__(self, weight: Weight, bias: Tensor | None, dtype: torch.dtype) -> None:
         """`dtype`: of inputs."""
@@ -49,7 +97,7 @@ class SkinnyPacked(nn.Module):
     def be_part_of(self, weight: Weight, bias: Tensor | None, part: slice) -> None:
         """Compute a part of the outputs of this weight, which other layers may share."""
         self.kind, self.group, self._shape, self._part = weight.kind, weight.group, weight.shape, part
-        for name in ("data", "arrivals", "scale"):
+        for name in ("data", "arrivals", "scale", "factor"):
             self.register_buffer(name, getattr(weight, name))
         self.bias = None if bias is None else nn.Parameter(bias.detach(), requires_grad=False)
 
@@ -58,7 +106,13 @@ class SkinnyPacked(nn.Module):
 
     @property
     def as_weight(self) -> Weight:
-        return Weight(self.kind, self._shape, self.data, self.arrivals, self.scale, self.group)
+        return Weight(self.kind, self._shape, self.data, self.arrivals, self.scale, self.group, self.factor)
+
+    @property
+    def weight(self) -> NativeWeight:
+        """The weight for other code; `NativeWeight` describes the cost."""
+        held = FragmentWeight(self.as_weight, range(self._shape[0])[self._part])
+        return NativeWeight(held, (self.out_features, self.in_features), self.dtype)
 
     def extra_repr(self) -> str:
         return f"{self.in_features}, {self.out_features}, {self.kind}"

@@ -7,7 +7,7 @@ bytes at once. Two words make the results: those of the first word, then those o
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 import torch
 
@@ -17,6 +17,10 @@ NF4 = (
     *(-0.18477343022823334, -0.09105003625154495, 0.0, 0.07958029955625534, 0.16093020141124725),
     *(0.24611230194568634, 0.33791524171829224, 0.44070982933044434, 0.5626170039176941, 0.7229568362236023, 1.0),
 )
+# llama.cpp's IQ4_NL and IQ4_XS; and e2m1 of MXFP4, doubled
+IQ4 = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)
+MXFP4 = (0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12)
+BOOKS: dict[str, tuple[float, ...]] = {"nf4": NF4, "iq4": IQ4, "mxfp4": MXFP4}  # kinds whose codes are looked up
 # added to a code of 4 bits: bf16 keeps 128, which kernels subtract with the zero of a group. Of 1024, float32 sums
 # would lose more than fp16 rounds
 ABOVE = {torch.bfloat16: 128, torch.float16: 0}
@@ -49,9 +53,9 @@ def int8(dtype: torch.dtype) -> str:
     return f"{{ {' '.join(lines)} }}"
 
 
-def nf4(dtype: torch.dtype) -> str:
-    """Return PTX from codes to the numbers of NF4, rounded to this dtype."""
-    numbers = torch.tensor(NF4).to(dtype).view(torch.int16).tolist()
+def looked_up(book: Sequence[float], dtype: torch.dtype) -> str:
+    """Return PTX from codes to the 16 numbers of a book, rounded to this dtype."""
+    numbers = torch.tensor(book).to(dtype).view(torch.int16).tolist()
     tables = [[_word(n >> shift for n in numbers[i : i + 4]) for i in (0, 4, 8, 12)] for shift in (0, 8)]
 
     def pairs(source: str, first: str, second: str) -> str:

@@ -19,7 +19,7 @@ from kvcli.kv.cache.precision_budget import PrecisionBudget
 from kvcli.kv.footprint import Footprint
 from kvcli.kv.slots import POSITION
 from kvcli.models.adapters import find_adapter
-from kvcli.models.catalog import CatalogModel
+from kvcli.models.catalog import MORE_ON_GPU, CatalogModel
 from kvcli.models.checkpoint import CheckpointFormat
 from kvcli.models.refusals import refuse_quant, refuse_split
 from kvcli.models.shape import Shape, of_source
@@ -166,7 +166,11 @@ def listed(known: CatalogModel) -> PlannedModel:
     beside(known.parameters - known.linear - vocab, False)
     if known.quantized:
         part = known.quantized / sum(h.nbytes for h in held)
-        held = [replace(h, is_gguf=True, stays=int(h.nbytes * part), of_experts=False) for h in held]
+        on_gpu = 0 if shape.experts else MORE_ON_GPU * part
+        held = [
+            replace(h, is_gguf=True, stays=int(h.nbytes * part), fragments=int(h.nbytes * on_gpu), of_experts=False)
+            for h in held
+        ]
     return PlannedModel(known.id, shape, tuple(held), "bfloat16", CheckpointFormat(), True, False, known.download)
 
 
@@ -179,8 +183,9 @@ def plan(
     kv_number = number if profile.kv.dtype == "auto" else weights.BYTES[profile.kv.dtype]
     given, shape = subject.packing.stays(room.kind), subject.on(room.kind)
     refuse_quant(subject.name, load.quant, room.kind, is_quantized=given)
+    is_whole = load.layers_on_gpu == load.experts_on_gpu == "auto" and not room.unserved
     weigh = partial(weights.weigh, number=number, quant=load.quant, device=room.kind, given=given, head=load.head)
-    heavy = weigh(subject.held, shape)
+    heavy = weigh(subject.held, shape, is_whole=is_whole)
     split = load.layers_on_gpu, load.experts_on_gpu, load.embeddings
     refuse_split(*split, room.kind, is_quantized=given, folds=bool(shape.folds.layers))
     by_kernels = is_native(shape, subject.dtype if load.dtype == "auto" else load.dtype, room.kind)
@@ -258,7 +263,8 @@ def _second(
     number = subject.number if profile.load.dtype == "auto" else weights.BYTES[profile.load.dtype]
     given = subject.packing.stays(room.kind)
     refuse_quant(subject.name, wanted.quant, room.kind, is_quantized=given)
-    heavy = weights.weigh(subject.held, subject.shape, number=number, quant=wanted.quant, device=room.kind, given=given)
+    of_run = partial(weights.weigh, number=number, quant=wanted.quant, device=room.kind, given=given)
+    heavy = of_run(subject.held, subject.shape, is_whole=not room.unserved)
     shape, is_shared = subject.shape, subject.path == target.path and wanted.quant == profile.load.quant
     loading, mapped = memory.loading_bytes(shape, heavy, number, room.kind, check=profile.load.verify)
     is_here = is_native(shape, subject.dtype if profile.load.dtype == "auto" else profile.load.dtype, room.kind)

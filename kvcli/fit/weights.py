@@ -47,6 +47,7 @@ class CheckpointTensor:
     is_float: bool = True
     is_gguf: bool = False  # loaded from a dequantized copy, in the dtype of the run
     stays: int = 0  # bytes if it is kept quantized as in the file, on a CPU; 0 = it is not
+    fragments: int = 0  # the same on a GPU
     layer: int | None = None  # number of its decoder layer
     embeds: bool = False  # an embedding: a pass reads only the rows of its tokens
     of_experts: bool = False  # of one expert or all experts of a layer: only int8 and int4 quantize these
@@ -61,13 +62,13 @@ class CheckpointTensor:
         """True if loading joins this tensor with others."""
         return self.of_experts and len(self.shape) == 2
 
-    def loaded(self, number: int, keeps: bool) -> CheckpointTensor:
-        """Return the tensor as it is loaded; `keeps`: tensors that can remain quantized do."""
+    def loaded(self, number: int, keeps_on: str) -> CheckpointTensor:
+        """Return the tensor as it is loaded; `keeps_on`: kind of device where tensors remain quantized, or ""."""
         count = math.prod(self.shape)
         if not self.is_gguf:
             return self
-        if keeps and self.stays:
-            return replace(self, nbytes=self.stays, is_float=False)
+        if kept := self.stays if keeps_on == "cpu" else self.fragments if keeps_on == "cuda" else 0:
+            return replace(self, nbytes=kept, is_float=False)
         return replace(self, nbytes=count * number)
 
 
@@ -122,11 +123,15 @@ def of_files(source: Source) -> tuple[CheckpointTensor, ...]:
             if of_experts and len(shape) == 3:
                 shape = _by_outputs(name, shape, hidden)
             is_float = tensor.dtype in _FLOATS or source.is_gguf or unpacked is not None
-            is_packed = source.is_gguf and blocks.stays_packed(name, tensor)
-            stays = blocks.packed_bytes(tensor.dtype, tensor.in_file) if is_packed else 0
+            stays, fragments = (
+                blocks.packed_bytes(tensor.dtype, tensor.in_file, kind)
+                if source.is_gguf and blocks.stays_packed(name, tensor, kind)
+                else 0
+                for kind in ("cpu", "cuda")
+            )
             packs = packs and source.family != "gpt2" and not name.endswith(_EXPANDS)
             layer = int(inside[1]) if inside is not None else None
-            of = (source.is_gguf, stays, layer, embeds, of_experts)
+            of = (source.is_gguf, stays, fragments, layer, embeds, of_experts)
             held.append(CheckpointTensor(shape, tensor.nbytes, packs, is_float, *of))
     return tuple(held)
 
@@ -213,11 +218,13 @@ def weigh(
     device: str,
     given: bool,
     head: str = "none",
+    is_whole: bool = True,
 ) -> Weights:
     """Add up the weights' bytes. `number`: bytes per number in memory. `given`: quantized in the checkpoint already.
-    `head`: precision of the output layer, "none" or "int8"; a tied one then has a weight of its own."""
-    keeps = quant == "none" and device == "cpu" and number < BYTES["fp64"]
-    held = tuple(h.loaded(number, keeps) for h in held)
+    `head`: precision of the output layer, "none" or "int8"; a tied one then has a weight of its own. `is_whole`: all
+    is on the device, whose kernels run."""
+    served = number < BYTES["fp64"] if device == "cpu" else number == BYTES["bf16"] and is_whole
+    held = tuple(h.loaded(number, device if quant == "none" and served else "") for h in held)
     sizes = [h.nbytes if given or not h.is_float else _size(h, number, quant, device) for h in held]
     plain = [h.nbytes if given or not h.is_float else math.prod(h.shape) * number for h in held]
     files = sum(h.nbytes for h in held)

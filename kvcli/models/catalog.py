@@ -55,6 +55,10 @@ PARSED = ("config.json", "generation_config.json")  # hashed by their parsed set
 COMPUTES = ("engine", "kernels", "kv", "models", "policies", "prune")  # packages of kvcli that affect the result
 
 
+# Q4_K_M of an 8B model: codes of 6 bits take 8 there, 19 of 100, and q and k where they are joined with a v of 6 bits
+MORE_ON_GPU = 1.13  # bytes on a GPU for one of the file
+
+
 @dataclass(frozen=True, slots=True)
 class Stamped:
     """A file at one moment. `stamp` differs after any change of its bytes, and if another file got its name."""
@@ -251,7 +255,7 @@ class CatalogModel:
     thinking: str = ""  # thinks before it answers: "on" or "off" by default, "switch" = it can; "" = not read
     gguf_only: str = ""  # why the original weights are not offered; "" = they are
     date: str = ""  # day on which the facts were read
-    unpacks: bool = False  # weights of a GGUF file are dequantized at loading
+    kept: float = 1.0  # bytes in memory for one of a GGUF file; 0 = its weights are dequantized at loading
 
     @classmethod
     def of(cls, entry: Mapping[str, Any]) -> CatalogModel:
@@ -307,13 +311,13 @@ class CatalogModel:
     @property
     def quantized(self) -> int:
         """Bytes of a GGUF file whose weights stay quantized; 0 = they are in 16 bits."""
-        if self.unpacks:
-            return 0
-        return self.package.nbytes if self.package else self.file.bytes if self.file else 0
+        of_file = self.package.nbytes if self.package else self.file.bytes if self.file else 0
+        return int(self.kept * of_file)
 
     def on(self, device: str) -> CatalogModel:
-        """Return the model as it loads on a kind of device: only a CPU multiplies the blocks of GGUF files."""
-        return replace(self, unpacks=device != "cpu")
+        """Return the model as it loads on a kind of device: a GPU multiplies GGUF files' blocks, but not of experts."""
+        on_gpu = MORE_ON_GPU if device == "cuda" and not self.shape.experts else 0.0
+        return replace(self, kept=1.0 if device == "cpu" else on_gpu)
 
     @property
     def linear(self) -> int:

@@ -298,9 +298,13 @@ class CheckpointFormat:
         """True if the weights stay quantized when multiplied, so `load.quant` cannot change them."""
         return bool(self.method) and not self.unpacks(kind)
 
+    def is_placed(self, kind: str) -> bool:
+        """True if transformers has to load the weights to the device; those of kvcli are placed one by one."""
+        return self.stays(kind) and kind != "cpu" and self.method != "kvcli"
+
     def missing(self, kind: str) -> list[str]:
         """Packages that must be installed before the checkpoint can be loaded."""
-        placed = ("accelerate",) if self.stays(kind) and kind != "cpu" else ()
+        placed = ("accelerate",) if self.is_placed(kind) else ()
         wanted = dict.fromkeys((*_READ_WITH.get(self.method, ()), *placed))
         return [package for package in wanted if not _is_there(_MODULES.get(package, package.replace("-", "_")))]
 

@@ -14,7 +14,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from kvcli.fit.available_memory import AvailableMemory
 from kvcli.fit.plan import MeasuredFacts, listed, plan
 from kvcli.models import catalog
-from kvcli.models.catalog import _DATA, BY_NAME, CATALOG, TOKENS, choices
+from kvcli.models.catalog import _DATA, BY_NAME, CATALOG, MORE_ON_GPU, TOKENS, choices
 from kvcli.models.machine import kept_free
 from kvcli.settings.profile import Profile
 from kvcli.settings.schema import Sample
@@ -76,7 +76,7 @@ def test_names_of_files_select_a_quantization_whose_bytes_fit_the_parameters(all
             assert known.download == known.file.bytes
             assert (known.quants(("none", "int8")) == ("none",)) == (known.quantized == known.file.bytes)
             assert known.quantized == known.file.bytes
-            assert known.on("cuda").quantized == 0
+            assert known.on("cuda").quantized == (0 if known.shape.experts else int(MORE_ON_GPU * known.file.bytes))
 
 
 def test_they_come_by_size_with_a_licence_each():
@@ -114,11 +114,11 @@ def test_weights_are_quantized_where_more_then_fits(monkeypatch):
     assert {quant for _, quant in choices(8 * GIB, ("int4",))} == {"int4"}
 
 
-def test_a_gpu_has_no_kernels_for_the_blocks_of_a_file():
-    """Their weights count as they are loaded: in 16 bits, or quantized again."""
-    known = next(known for known in CATALOG if known.file and not known.shape.experts)
-    assert known.on("cuda").needs() > known.on("cpu").needs() + known.parameters
-    assert {q for k, q in choices(8 * GIB, ("int4",), "cuda")} == {"int4"}
+def test_a_gpu_multiplies_the_blocks_of_a_file_but_no_experts():
+    """Weights of those count as they are loaded: in 16 bits, or quantized again."""
+    dense, sparse = (next(k for k in CATALOG if k.file and bool(k.shape.experts) == is_it) for is_it in (False, True))
+    assert 1.05 < dense.on("cuda").weights() / dense.on("cpu").weights() < 1.2
+    assert sparse.on("cuda").needs() > sparse.on("cpu").needs() + sparse.parameters
 
 
 def test_nothing_is_offered_where_nothing_fits():

@@ -149,7 +149,7 @@ def test_codes_and_scales_are_found_again(kind: str, n: int, k: int):
     w, g = weight(kind, n, k), torch.Generator().manual_seed(0)
     q = torch.randint(0, 16, (n, k), generator=g, dtype=torch.uint8)
     q = q.view(torch.int8) if kind == "int8" else q
-    assert torch.equal(reference.codes(replace(w, data=reference.arrange(q, w.kind))), q)
+    assert torch.equal(reference.codes(replace(w, data=reference.arrange(q, w.kind)), torch.arange(n)), q)
     for at in ((0, 0), (n - 1, k - 1), (n // 2, k // 3)):  # one input alone
         x = torch.zeros(1, k, dtype=BF16)
         x[0, at[1]] = 1
@@ -218,21 +218,23 @@ def run_ptx(asm: str, words: dict[str, int], n: int, dtype: torch.dtype) -> list
 
 
 @pytest.mark.parametrize("dtype", WITHIN, ids=str)
-@pytest.mark.parametrize("kind", ["int8", "int4", "nf4"])
+@pytest.mark.parametrize("kind", ["int8", "int4", *ptx.BOOKS])
 def test_ptx_makes_the_numbers_of_the_codes(kind: reference.Kind, dtype: torch.dtype):
     """As the interpreted kernel orders them: pairs of the first word, then those of the second."""
     g, (n, wide) = torch.Generator().manual_seed(0), (4, 8) if kind == "int8" else (8, 4)
-    of = torch.tensor(ptx.NF4) if kind == "nf4" else torch.arange(16.0) + ptx.ABOVE[dtype]
+    is_book = kind in ptx.BOOKS
+    of = torch.tensor(ptx.BOOKS[kind], dtype=torch.float32) if is_book else torch.arange(16.0) + ptx.ABOVE[dtype]
     numbers = (torch.arange(256.0) + 128) % 256 - 128 if kind == "int8" else of
     bits = (numbers.to(torch.int8).float() if kind == "int8" else numbers).to(dtype).view(torch.int16)
     for a, b in torch.randint(0, 1 << 32, (60, 2), generator=g).tolist():
         code = [[word >> wide * i & (1 << wide) - 1 for i in range(32 // wide)] for word in (a, b)]
         at = [divmod(i, n // 2) for i in range(n)]  # word and pair
-        step = n // 2 if kind != "nf4" else 1  # from one code of a pair to the other
-        first = [(w, p if kind != "nf4" else 2 * p) for w, p in at]
+        step = n // 2 if not is_book else 1  # from one code of a pair to the other
+        first = [(w, p if not is_book else 2 * p) for w, p in at]
         want = [tuple(int(bits[code[w][i + e * step]]) & 0xFFFF for e in (0, 1)) for w, i in first]
         words = {f"${n}": a, f"${n + 1}": b}
-        assert run_ptx(getattr(ptx, kind)(dtype), words, n, dtype) == want
+        made = ptx.looked_up(ptx.BOOKS[kind], dtype) if is_book else getattr(ptx, kind)(dtype)
+        assert run_ptx(made, words, n, dtype) == want
 
 
 @pytest.mark.parametrize("dtype", WITHIN, ids=str)
@@ -301,7 +303,7 @@ def test_quant_on_a_gpu_is_in_our_kernels(quant: str, within: float, served: Non
     assert 0 < (root(x).float() - before).norm() < 2 * within * before.norm()
     if quant != "nf4":
         there = linear_quantized.pack(layers()[0].weight, 8 if quant == "int8" else 4, native=False)
-        scale = root[0].scale if quant == "int8" else reference.scales(root[0].as_weight)
+        scale = root[0].scale if quant == "int8" else reference.scales(root[0].scale, torch.arange(64))
         assert torch.equal(scale, there.scale)
 
 

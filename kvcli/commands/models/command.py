@@ -164,7 +164,9 @@ def checked(setup: Setup, online: bool) -> CheckDocument:
     subject = outlook.subject
     limit = subject.shape.limit
     plans = [outlook.plan(profile, n) for n in sorted({min(n, limit) for n in CONTEXTS})]
-    quant, blocks = plans[0].profile.load.quant, any(tensor.stays for tensor in subject.held)
+    load, blocks = plans[0].profile.load, any(tensor.stays for tensor in subject.held)
+    keeps = load.quant == "none" and load.layers_on_gpu == load.experts_on_gpu == "auto"
+    keeps = keeps and any(tensor.stays if kind == "cpu" else tensor.fragments for tensor in subject.held)
     return CheckDocument(
         model=setup.name,
         path=str(found.path) if found else "",
@@ -172,9 +174,9 @@ def checked(setup: Setup, online: bool) -> CheckDocument:
         is_decided=not said,
         context=None if subject.shape.is_endless else limit,
         numbers=torch_dtype(subject, profile),
-        quant=quant,
+        quant=load.quant,
         packed=subject.packing.method or ("GGUF blocks" if blocks else None),
-        unpacks=subject.packing.unpacks(kind) or (blocks and (kind, quant) != ("cpu", "none")),
+        unpacks=subject.packing.unpacks(kind) or (blocks and not keeps),
         file_bytes=subject.files,
         weight_bytes=plans[0].run.weights.memory,
         device=plans[0].room.device,

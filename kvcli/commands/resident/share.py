@@ -85,9 +85,9 @@ def opened(setup: Setup, profile: Profile, tell: Callable[[str], None]) -> Share
         for package in USED:
             for module in walk_packages(import_module(f"kvcli.{package}").__path__, f"kvcli.{package}."):
                 import_module(module.name)
-        packs, cache = keeps_quantized(profile.load), setup.world.paths.cache
-        given = setup.fetch(profile, tell)
-        found = convert.convert_if_needed(given, profile.load.dtype, cache, packs=packs, tell=tell)
+        given, cache = setup.fetch(profile, tell), setup.world.paths.cache
+        kept = keeps_quantized(profile.load, given)
+        found = convert.convert_if_needed(given, profile.load.dtype, cache, **kept, tell=tell)
         shared = SharedWeights.open(given, found, profile.load, memory.here())
     import psutil
 

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from kvcli.engine.resources import drop_pages
 from kvcli.errors import BadModel
+from kvcli.kernels.linear import plain
 from kvcli.kernels.linear_quantized import codes_of, quantize_experts_
 from kvcli.kernels.moe_linear import weights_of
 from kvcli.kernels.moe_linear.tensor import Experts
@@ -48,7 +49,7 @@ def move_embeddings_(model: Any, bus: DeviceLink) -> None:
     """Move the table of token embeddings to host memory that the link's device reads. No other module may share it."""
     table = model.get_input_embeddings()
     old = table.weight
-    table.weight = nn.Parameter(in_host_memory(old.detach(), bus), requires_grad=False)
+    table.weight = nn.Parameter(in_host_memory(plain(old.detach()), bus), requires_grad=False)
     drop_pages(old)
 
 

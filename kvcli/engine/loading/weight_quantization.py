@@ -15,6 +15,7 @@ from kvcli.engine.loading.host_weights import move_embeddings_
 from kvcli.engine.resources import drop_pages
 from kvcli.errors import BadModel
 from kvcli.kernels import linear_quantized, triton_support
+from kvcli.kernels.linear import NativeWeight
 from kvcli.kernels.linear_quantized import Bits, PackedLinear, Swap, quantize_, quantize_experts_
 from kvcli.kv.offload.transfer import bus_of
 from kvcli.models.gguf import convert
@@ -30,7 +31,8 @@ def quantize_and_place(
             model.to(device)
         given = getattr(model.config, "quantization_config", None)
         method = getattr(given, "quant_method", "quantized")
-        description = "native blocks" if method == convert.METHOD else getattr(method, "value", method)
+        blocks = "native blocks" if device.type == "cpu" else "fused blocks"
+        description = blocks if method == convert.METHOD else getattr(method, "value", method)
         return ("torch" if given is None else f"{description}, as in the checkpoint"), ()
     if (layers := layout.layers) is None:  # LongCat has two attention modules per layer
         why = "its attention modules are in no list of layers"
@@ -88,7 +90,10 @@ def quantize_head_and_move_embeddings_(model: Any, head: str, embeddings: str, d
         if why := linear_quantized.why_not(tuple(weight.shape), 8) or _unserved(device, weight.dtype):
             raise BadModel(f"load.head = {head}: {why}", code="model_unsupported", try_=["--set load.head=none"])
         there = device if device.type != "cpu" else None
-        parts = [linear_quantized.pack(some.to(device), 8, native=False) for some in weight.split(ROWS)]
+        rows = weight.rows if isinstance(weight, NativeWeight) else weight.__getitem__
+        n = weight.shape[0]
+        each = (torch.arange(a, min(a + ROWS, n), device=weight.device) for a in range(0, n, ROWS))
+        parts = [linear_quantized.pack(rows(some).to(device), 8, native=False) for some in each]
         data, scale = (torch.cat([getattr(part, name) for part in parts]) for name in ("data", "scale"))
         whole = replace(parts[0], shape=(weight.shape[0], weight.shape[1]), data=data, scale=scale)
         fresh = PackedLinear(whole.native() if there is None else whole, layer.bias, weight.dtype)

@@ -10,7 +10,7 @@ import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cache, partial
-from typing import Any
+from typing import Any, TypedDict
 
 import torch
 from torch import Tensor, nn
@@ -66,6 +66,13 @@ def limit_to_files(source: Source) -> Iterator[None]:
     finally:
         for hook in hooks:
             hook.remove()
+
+
+class KeepsBlocks(TypedDict):
+    """Arguments of `convert.convert_if_needed`."""
+
+    packs: bool
+    kind: str  # of the device
 
 
 class _BuildCounter:
@@ -214,7 +221,7 @@ def load_weights(
             source.path,
             config=config,
             dtype="auto" if dtype == "auto" else getattr(torch, NUMBERS[dtype]),
-            device_map={"": str(device)} if packing.stays(device.type) and device.type != "cpu" else None,
+            device_map={"": str(device)} if packing.is_placed(device.type) else None,
             **({"quantization_config": packs} if packs else {}),
             **({"distributed_config": DistributedConfig(tp_size=ranks)} if ranks > 1 else {}),
             attn_implementation="eager",  # our attention is set after building: wrap_lm first probes the model's own
@@ -224,7 +231,9 @@ def load_weights(
             output_loading_info=True,
         )
     _check_loading(source, loading)
-    convert.attach_(model, drop_pages)
+    convert.attach_(model, device, drop_pages)
+    if packing.method == convert.METHOD:
+        model.to(device)
     apply_adapters(model, adapters, drop_pages)
     notes = list(_unused(model, sorted(loading["unexpected_keys"])))
     if packing.unpacks(device.type):
@@ -320,10 +329,20 @@ def find_device(name: str) -> torch.device:
     return device
 
 
-def keeps_quantized(load: Load) -> bool:
-    """True if quantized weights of a GGUF file are kept as they are. Our kernel runs on CPUs and not in float64, and
-    `load.quant` quantizes anew."""
-    return load.quant == "none" and load.dtype != "fp64" and find_device(load.device).type == "cpu"
+def keeps_quantized(load: Load, found: Source) -> KeepsBlocks:
+    """Return whether quantized weights of a GGUF file are kept as they are, as arguments of `convert_if_needed`.
+
+    Kernels multiply them on CPUs but in float64, and on GPUs in 16 bits if the whole model is there. `load.quant`
+    quantizes anew.
+    """
+    device, dtype = (
+        find_device(load.device),
+        getattr(torch, NUMBERS.get(load.dtype, str(found.config.get("dtype"))), None),
+    )
+    is_whole = load.layers_on_gpu == load.experts_on_gpu == "auto"
+    served = is_whole and dtype is not None and not triton_support.why_not(device, dtype)
+    keeps = load.quant == "none" and (load.dtype != "fp64" if device.type == "cpu" else served)
+    return {"packs": keeps, "kind": device.type}
 
 
 def quantize_for_gpu(root: nn.Module, quant: str, device: torch.device) -> tuple[Swap, str]:

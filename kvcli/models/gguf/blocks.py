@@ -17,6 +17,7 @@ from torch import Tensor
 
 from kvcli.kernels import native
 from kvcli.kernels.linear_quantized.formats import PANEL, Format
+from kvcli.kernels.linear_skinny.ptx import IQ4, MXFP4
 
 if TYPE_CHECKING:
     from kvcli.models.checkpoint import TensorHeader
@@ -32,19 +33,26 @@ def stretches(rows: int, columns: int) -> Iterator[slice]:
     return (slice(a, min(a + step, rows)) for a in range(0, rows, step))
 
 
-def stays_packed(name: str, tensor: TensorHeader) -> bool:
-    """True if, on a CPU, a tensor of this transformers name is multiplied without dequantizing it."""
+def stays_packed(name: str, tensor: TensorHeader, kind: str = "cpu") -> bool:
+    """True if a tensor of this transformers name is multiplied without dequantizing it on this kind of device."""
     if name.startswith("mtp."):  # a draft head loads its layers itself, as numbers
         return False
     # no panel has outputs of two experts
-    of_experts = len(tensor.shape) == 3 and ".experts." in name and tensor.in_file[1] % PANEL == 0
+    of_experts = kind == "cpu" and len(tensor.shape) == 3 and ".experts." in name and tensor.in_file[1] % PANEL == 0
     is_served = of_experts or (len(tensor.shape) == 2 and name.endswith(_WEIGHTS) and not tensor.is_turned)
-    return is_served and not tensor.is_made and tensor.dtype in PACKED and native.native() is not None
+    has_kernel = kind != "cpu" or native.native() is not None
+    return is_served and not tensor.is_made and tensor.dtype in PACKED and has_kernel
 
 
-def packed_bytes(kind: str, shape: Sequence[int]) -> int:
-    """Bytes in panels of a weight [N, K], or of those of experts [E, N, K]."""
-    return sum(PACKED[kind].format.nbytes(prod(shape[:-1]), shape[-1]))
+def packed_bytes(kind: str, shape: Sequence[int], device: str = "cpu") -> int:
+    """Bytes of a weight [N, K], or of those of experts [E, N, K]: in panels on a CPU, as fragments on a GPU, which
+    have 4 or 8 bits a code."""
+    of, (n, k) = PACKED[kind].format, (prod(shape[:-1]), shape[-1])
+    if device == "cpu":
+        return sum(of.nbytes(n, k))
+    factors = (1 + of.has_min) * (k // of.group) if of.factor_bits else 0
+    padded = -(-n // PANEL) * PANEL
+    return padded * (k * (4 if of.bits <= 4 else 8) // 8 + 2 * (1 + of.has_min) * (k // of.span) + factors)
 
 
 def numbers(raw: Bytes, kind: str) -> Tensor:
@@ -118,10 +126,6 @@ def _six_bits(low: Plane, high: Plane) -> Callable[[Bytes], Bytes]:
     return lambda blocks: np.subtract(low.read(blocks) | high.read(blocks) << 4, 32, dtype=np.uint8)
 
 
-_IQ4 = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)
-_E2M1 = (0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12)  # times 2
-
-
 def _table(values: tuple[int, ...], span: int, **more: Any) -> Format:
     return Format(4, 32, 128, span, table=tuple(v + 128 for v in values), **more)
 
@@ -139,8 +143,8 @@ PACKED = {
     "Q5_K": Blocks(176, Format(5, 32, 0, 256, True, 8), Plane(48, 128, 4, 32), Plane(16, 32, 1, 32), (0, 4), _of_4_k),
     "Q6_K": Blocks(210, Format(6, 16, 32, 256, False, 8), Plane(0, 128, 4, 64), Plane(128, 64, 2, 32), (208, 210),
                    lambda b: b[:, 192:208]),
-    "IQ4_NL": Blocks(18, _table(_IQ4, 32), Plane(2, 16, 4, 16)),
-    "IQ4_XS": Blocks(136, _table(_IQ4, 256, factor_bits=8), Plane(8, 128, 4, 16),
+    "IQ4_NL": Blocks(18, _table(IQ4, 32), Plane(2, 16, 4, 16)),
+    "IQ4_XS": Blocks(136, _table(IQ4, 256, factor_bits=8), Plane(8, 128, 4, 16),
                      factors=_six_bits(Plane(4, 4, 4, 1), Plane(2, 2, 2, 1))),
-    "MXFP4": Blocks(17, _table(_E2M1, 32, is_bf16=True), Plane(1, 16, 4, 16), d=(0, 1)),
+    "MXFP4": Blocks(17, _table(MXFP4, 32, is_bf16=True), Plane(1, 16, 4, 16), d=(0, 1)),
 }  # fmt: skip

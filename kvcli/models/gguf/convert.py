@@ -29,9 +29,12 @@ from torch import Tensor, nn
 from kvcli.errors import BadModel, writing
 from kvcli.files import check_room, private_folder, replacing_folder
 from kvcli.installing import pip
+from kvcli.kernels import triton_support
 from kvcli.kernels.linear import NativeWeight, WeightArena
-from kvcli.kernels.linear_quantized import Codes, PackedLinear, of_blocks
+from kvcli.kernels.linear_quantized import Codes, of_blocks
 from kvcli.kernels.linear_quantized.formats import arrange_panels, arrange_scales
+from kvcli.kernels.linear_skinny import of_packed
+from kvcli.kernels.linear_skinny.module import FragmentWeight
 from kvcli.kernels.moe_linear import why_not_grouped
 from kvcli.kernels.moe_linear.tensor import Experts
 from kvcli.models import source
@@ -88,8 +91,9 @@ def register() -> None:
 
 
 @torch.no_grad()
-def attach_(model: Any, done_with: Callable[[Tensor], object]) -> None:
-    """Replace the loaded bytes of quantized weights by layers that multiply them, one at a time.
+def attach_(model: Any, device: torch.device, done_with: Callable[[Tensor], object]) -> None:
+    """Replace the loaded bytes of quantized weights by layers that multiply them on `device`, one at a time. Of the
+    model all else stays where it is.
 
     A head that is tied to the embedding shares its memory. `done_with` gets each old tensor.
     """
@@ -101,18 +105,20 @@ def attach_(model: Any, done_with: Callable[[Tensor], object]) -> None:
             users.setdefault(id(module._parameters.get("weight")), []).append((parent, name, module))
     for full, (kind, *shape) in stated.weights.items() if getattr(stated, "quant_method", "") == METHOD else ():
         old = model.get_parameter(full)
-        blob = room.empty((old.nbytes // 4,)).view(torch.uint8)
+        is_skinny = not triton_support.why_not(device, model.dtype)
+        blob = torch.empty_like(old, device=device) if is_skinny else room.empty((old.nbytes // 4,)).view(torch.uint8)
         blob.copy_(old)
         weight = of_blocks(blob, PACKED[kind].format, (prod(shape[:-1]), shape[-1]))
+        form = FragmentWeight(of_packed(weight), range(weight.shape[0])) if is_skinny else weight
         path, _, own = full.rpartition(".")
         if len(shape) == 3:
             module = model.get_submodule(path)
             setattr(module, own, experts_of(module, own, Codes.split(weight, shape[0]), model.dtype))
         for parent, name, module in users.pop(id(old), ()):
             if isinstance(module, nn.Linear):
-                setattr(parent, name, PackedLinear(weight, module.bias, model.dtype))
+                setattr(parent, name, form.layer(module.bias, model.dtype))
             else:
-                module.weight = nn.Parameter(NativeWeight(weight, weight.shape, model.dtype), requires_grad=False)
+                module.weight = nn.Parameter(NativeWeight(form, weight.shape, model.dtype), requires_grad=False)
         done_with(old)
 
 
@@ -164,9 +170,16 @@ _KINDS = {"bfloat16": "BF16", "float16": "F16", "float32": "F32", "float64": "F6
 
 
 def convert_if_needed(
-    found: Source, dtype: str, cache: Path, *, packs: bool, tell: Callable[[str], None] | None = None
+    found: Source,
+    dtype: str,
+    cache: Path,
+    *,
+    packs: bool,
+    kind: str = "cpu",
+    tell: Callable[[str], None] | None = None,
 ) -> Source:
-    """Return the model as a folder, weights in `dtype` (auto, bf16, ...). With `packs`, blocks remain quantized.
+    """Return the model as a folder, weights in `dtype` (auto, bf16, ...). With `packs`, blocks remain quantized as far
+    as this kind of device multiplies them.
 
     A source that is no GGUF file is returned unchanged.
     """
@@ -176,9 +189,10 @@ def convert_if_needed(
     file = Stamped.of(found.path)
     header = read(found.path)
     described = describe(header, found.id)
-    plan = list(_plan(header, described, dtype, packs))
+    plan = list(_plan(header, described, dtype, kind if packs else ""))
     name = fingerprint(found, VERSION, Hashes(cache, tell))
-    folder = cache / FOLDER / f"{name}-{dtype}{'-packed' if any(out.packed for out in plan) else ''}"
+    form = "-packed" * any(out.packed for out in plan) + f"-{kind}" * any(out.is_apart for out in plan)
+    folder = cache / FOLDER / f"{name}-{dtype}{form}"
     if not folder.exists():
         _make(folder, found, file, header, described, plan, dtype, tell)
     use(folder)
@@ -187,15 +201,22 @@ def convert_if_needed(
     )
 
 
-def conversion_notes(found: Source, packs: bool, dtype: str) -> tuple[str, ...]:
-    """Notes on the tensors of a file that stay quantized and those that were dequantized."""
+def conversion_notes(found: Source, dtype: str, *, packs: bool, kind: str = "cpu") -> tuple[str, ...]:
+    """Notes on the tensors of a file that stay quantized on this kind of device, and those that were dequantized; for
+    a GPU with their bytes, because codes of 5 and 6 bits take 8 there."""
     if not found.is_gguf:
         return ()
     tensors = [(name, t) for file in found.files for name, t in file.tensors.items() if t.dtype in BLOCKS]
-    stay = Counter(t.dtype for name, t in tensors if packs and stays_packed(name, t))
-    gone = Counter(t.dtype for _, t in tensors) - stay
-    told = (("GGUF tensors that run in the file's bits", stay), (f"GGUF tensors converted to {dtype}", gone))
-    return tuple(f"{what}: {', '.join(f'{n} {kind}' for kind, n in sorted(c.items()))}" for what, c in told if c)
+    on_gpu, number, notes = kind != "cpu", getattr(torch, dtype).itemsize, list[str]()
+    for keeps in (True, False):
+        held = [t for name, t in tensors if (packs and stays_packed(name, t, kind)) == keeps]
+        here = sum(packed_bytes(t.dtype, t.in_file, kind) if keeps else prod(t.shape) * number for t in held)
+        kept = "GGUF tensors that stay quantized" if on_gpu else "GGUF tensors that run in the file's bits"
+        what = kept if keeps else f"GGUF tensors converted to {dtype}"
+        each = ", ".join(f"{n} {of}" for of, n in sorted(Counter(t.dtype for t in held).items()))
+        size = f"; {sum(t.nbytes for t in held) >> 20:,} MiB in the file, {here >> 20:,} MiB on the GPU"
+        notes += [f"{what}: {each}{size if on_gpu else ''}"] * bool(held)
+    return tuple(notes)
 
 
 def _make(
@@ -239,19 +260,22 @@ class _Out:
     nbytes: int
     stretches: Callable[[], Iterator[Tensor]]
     packed: tuple[object, ...] = ()  # type and shape of a weight that stays quantized
+    is_apart: bool = False  # it would stay quantized on a CPU
 
 
-def _plan(header: Header, described: Described, dtype: str, packs: bool) -> Iterator[_Out]:
+def _plan(header: Header, described: Described, dtype: str, kind: str) -> Iterator[_Out]:
+    """Plan the folder for a kind of device, or "" if nothing stays quantized."""
     number = getattr(torch, dtype)
     for name, tensor in described.tensors(header).items():
         rows = partial(raw_rows, header, described.pieces[name])
-        if packs and stays_packed(name, tensor):
+        if kind and stays_packed(name, tensor, kind):
             nbytes = packed_bytes(tensor.dtype, tensor.in_file)
             panels = partial(_panels, rows, tensor.dtype)
             yield _Out(name, "U8", (nbytes,), nbytes, panels, (tensor.dtype, *tensor.in_file))
         else:
             plain = partial(_numbers, header, described.pieces[name], number)
-            yield _Out(name, _KINDS[dtype], tensor.shape, prod(tensor.shape) * number.itemsize, plain)
+            nbytes, is_apart = prod(tensor.shape) * number.itemsize, bool(kind) and stays_packed(name, tensor)
+            yield _Out(name, _KINDS[dtype], tensor.shape, nbytes, plain, is_apart=is_apart)
 
 
 def _numbers(header: Header, piece: Piece, dtype: torch.dtype) -> Iterator[Tensor]:

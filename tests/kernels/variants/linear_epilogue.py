@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from tests.kernels.variants import Variant
-from tests.kernels.variants.linear_skinny import K_DOWN, KINDS, K
+from tests.kernels.variants.linear_skinny import CODES, K_DOWN, KINDS, K
 
 OP = "kvcli.kernels.linear_epilogue.fused"
 TYPES = {
@@ -22,21 +22,22 @@ SMALL = {"H": 14, "D": 64, "DP": 64, "R": 64, "N": 1152, "SPAN": 1152, "COLS": 6
 
 
 def _product(name: str, kind: str, rows: int, given: Mapping[str, Any], sk: int) -> Variant:
-    w, scale, step, size = KINDS[kind]
+    w, scale, factor, step, size = KINDS[kind]
     consts = {
         "K": K_DOWN if kind == "plain" else K,
         "STEP": step,
         "BM": rows,
         "SK": sk,
-        "KIND": kind,
+        "KIND": CODES.get(kind, kind),
         "ABOVE": 128,
         "PTX": True,
         "WIDTH": 2,
+        **({} if factor else {"p_factor": None}),
     }
     return Variant(
         kernel=f"{OP}:product_kernel",
         name=f"{name}, {kind}, {rows} rows",
-        types={**TYPES, "p_w": w, "p_scale": scale},
+        types={**TYPES, "p_w": w, "p_scale": scale, "p_factor": factor},
         consts={**consts, **given},
         warps=2,
         stages=1,
@@ -63,6 +64,8 @@ VARIANTS = [
     *(_product("gated", kind, rows, GATED, 2) for kind in ("int4", "plain") for rows in (8, 16, 32)),
     *(_product("normed heads", kind, rows, HEADS, 11) for kind in ("int4", "int8") for rows in (8, 16, 32)),
     _product("heads of 64", "plain", 8, HEADS | SMALL, 4),
+    *(_product("gated", "Q4_K", rows, GATED, 2) for rows in (8, 32)),
+    *(_product("normed heads", kind, rows, HEADS, 11) for kind in ("Q4_K", "of several") for rows in (8, 32)),
     _alone("gated", GATED),
     _alone("normed heads", HEADS),
 ]
