@@ -36,8 +36,8 @@ from kvcli.kv.sparse.index_sketch import Sketch
 from kvcli.kv.sparse.pages import PageBudget
 from kvcli.kv.sparse.sparse_tier import SparseCache, SparseTier
 from kvcli.kv.tiers.dense import Dense
-from kvcli.kv.tiers.disk import DiskTier
-from kvcli.kv.tiers.host import HostTier, PinnedHostTier
+from kvcli.kv.tiers.disk import ExtentTier, SlotFile
+from kvcli.kv.tiers.host import HostTier, Mappings
 from kvcli.kv.tiers.quantized import QuantizedTier
 from kvcli.methods.drafts.off import Off
 from kvcli.methods.formats.cskv import Cskv
@@ -128,8 +128,8 @@ def quantized(
 
 def disk(
     of: Of, dtype: torch.dtype | None = None, most: int = 1 << 26, writes: int = 1 << 30, **options: Any
-) -> DiskTier:
-    return DiskTier(*_sizes(of, dtype)[:2], most, writes, **options)
+) -> ExtentTier:
+    return ExtentTier(SlotFile(*_sizes(of, dtype)[:2], most, writes, **options))
 
 
 def tiered(
@@ -171,7 +171,7 @@ def cache(name: str, of: Of, dtype: torch.dtype | None = None) -> KVCache:
         tier = (
             QuantizedTier(shapes, stored, k_bits=8, v_bits=8, group=5)
             if name == "by query"
-            else PinnedHostTier(shapes, stored, bus)
+            else ExtentTier(Mappings(shapes, stored, bus))
         )
         return tiered(of, far(tier, bus), **small)
     if name in PACKED:

@@ -22,6 +22,7 @@ from kvcli.kv.formats.format import FormatContext, by_slot, dequantize, of_slots
 from kvcli.kv.formats.kivi import Kivi
 from kvcli.kv.slots import AttentionParams, LayerShape, Slots, alike, compact, nbytes, visible
 from kvcli.kv.snapshot import SnapshotReader
+from kvcli.kv.tiers import block_tier
 from kvcli.methods.formats.cskv import Cskv
 from kvcli.methods.formats.freqkv import FreqKV
 from kvcli.methods.formats.gear import Gear
@@ -103,6 +104,15 @@ def same(a: Slots, b: Slots) -> bool:
 
 
 ALL = pytest.mark.parametrize("name", FORMS)
+
+
+@pytest.mark.parametrize("name", [*FORMS, "kivi"])
+def test_heads_are_quantized_together_as_each_alone(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(FORMS, "kivi", Kivi())
+    together = filled(name)
+    monkeypatch.setattr(block_tier, "AT_ONCE", 0)
+    alone = filled(name)
+    assert all(same(together.slots(layer), alone.slots(layer)) for layer in range(L))
 
 
 @ALL

@@ -27,7 +27,8 @@ from kvcli.kv.sparse.index_sketch import Sketch
 from kvcli.kv.sparse.pages import PageBudget
 from kvcli.kv.sparse.sparse_tier import SparseTier
 from kvcli.kv.tiers.dense import Dense
-from kvcli.kv.tiers.host import HostTier, PinnedHostTier
+from kvcli.kv.tiers.disk import ExtentTier
+from kvcli.kv.tiers.host import HostTier, Mappings
 from tests import make
 from tests.fake_bus import FakeBus
 
@@ -55,7 +56,7 @@ def asked(n: int = 3) -> Tensor:
 
 
 def host(bus: FakeBus, way: Way = CpuAttention) -> HostTier:
-    return HostTier(PinnedHostTier(alike(L, K, D), torch.float64, bus), "cpu", way, lambda device: bus)
+    return HostTier(ExtentTier(Mappings(alike(L, K, D), torch.float64, bus)), "cpu", way, lambda device: bus)
 
 
 def filled(bus: FakeBus, way: Way, uneven: bool = False) -> tuple[HostTier, Dense]:
@@ -174,13 +175,13 @@ def test_the_cpu_attends_while_the_device_reads_its_own_levels() -> None:
             told.append("own")
             return super().attend(*args)
 
-    class ToldMapped(PinnedHostTier):
+    class ToldMapped(ExtentTier):
         def attend(self, *args):  # type: ignore[no-untyped-def]
             told.append("host")
             return super().attend(*args)
 
     shapes = alike(L, K, D)
-    far = HostTier(ToldMapped(shapes, torch.float64, bus), "cpu", CpuAttention, lambda device: bus)
+    far = HostTier(ToldMapped(Mappings(shapes, torch.float64, bus)), "cpu", CpuAttention, lambda device: bus)
     top = Told(shapes, torch.float64)
     ladder = TieredCache(
         top, [TierLevel(Told(shapes, torch.float64), 6), TierLevel(far, attend_async=far.attend_async)], holds=5
@@ -265,7 +266,7 @@ def test_a_copy_has_mappings_of_its_own(name: str) -> None:
 
 def test_layers_of_different_shapes_lie_in_one_tier() -> None:
     shapes = [LayerShape(2, 8, 8), LayerShape(1, 4, 6)]
-    tier, one = PinnedHostTier(shapes, torch.float64, FakeBus()), Dense(shapes, torch.float64)
+    tier, one = ExtentTier(Mappings(shapes, torch.float64, FakeBus())), Dense(shapes, torch.float64)
     for layer, shape in enumerate(shapes):
         k = torch.randn(shape.n_kv_heads, 30, shape.k_dim, dtype=torch.float64)
         s = Slots(k, torch.randn(shape.n_kv_heads, 30, shape.v_dim, dtype=torch.float64), some(30).pos[: k.shape[0]])

@@ -25,7 +25,8 @@ from kvcli.kv.offload.host_access import AutoAccess
 from kvcli.kv.slots import AttentionParams, alike
 from kvcli.kv.sparse.settings import FullAttention, Sketch
 from kvcli.kv.tiers.dense import Dense
-from kvcli.kv.tiers.host import PIECE, HostTier, PinnedHostTier
+from kvcli.kv.tiers.disk import ExtentTier
+from kvcli.kv.tiers.host import PIECE, HostTier, Mappings
 from kvcli.settings.profile import load_profile
 from kvcli.settings.schema import Kv, Memory
 from tests import families, make
@@ -115,7 +116,7 @@ def test_a_promised_context_is_reached_because_room_counts_a_pass(counts: bool) 
     free, working, buffers = 600 * per_slot, pass_bytes(lm, 16, 1, lm.dtype), 2 << 20
     of_kv = Kv(group=4, sinks=2), Kivi(), HOST, FullAttention(), lm.shapes, lm.attention_params
     found = CacheFootprint(*of_kv, 8, "cuda").capacity(16, free if counts else free + working, GIB)
-    host = HostTier(PinnedHostTier(*sizes, bus), "cpu", AutoAccess, lambda _: bus)
+    host = HostTier(ExtentTier(Mappings(*sizes, bus)), "cpu", AutoAccess, lambda _: bus)
     below = [TierLevel(host, found.in_host, 4, attend_async=host.attend_async)]
     kv = TieredCache(Dense(*sizes, step=64), below, holds=found.on_device, group=4, sinks=2)
     session = make.session(lm, kv, every=64, chunk=16)

@@ -25,7 +25,7 @@ from kvcli.kv.out_of_memory import CacheFull
 from kvcli.kv.slots import AttentionParams, KVCache, Slots, nbytes
 from kvcli.kv.tiers import disk
 from kvcli.kv.tiers import host as host_tier
-from kvcli.kv.tiers.disk import DiskTier
+from kvcli.kv.tiers.disk import ExtentTier
 from kvcli.kv.tiers.host import HostTier
 from kvcli.methods.drafts.off import Off
 from tests import make
@@ -181,7 +181,7 @@ def test_slots_of_a_device_go_down_in_pieces(monkeypatch: pytest.MonkeyPatch) ->
 # the disk tier
 
 
-def a_disk(most: int = BIG, writes: int = BIG) -> DiskTier:
+def a_disk(most: int = BIG, writes: int = BIG) -> ExtentTier:
     return make.disk((L, K, D), most=most, writes=writes)
 
 

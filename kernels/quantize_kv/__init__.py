@@ -18,6 +18,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from torch import Tensor
+from torch.nn.functional import pad
 
 from kvcli.kernels import triton_support
 from kvcli.kernels.quantize_kv.reference import (
@@ -111,11 +112,7 @@ def turned(x: Tensor, matrix: Tensor) -> Tensor:
 
 def transposed(codes: Tensor, scale: Tensor) -> Rounded:
     """Build values of 8 bits from codes [S, D] and scale [S]."""
-    n = scale.shape[0]
-    room = -(-n // LANES) * LANES
-    turned, wider = codes.new_zeros(codes.shape[1], room), scale.new_zeros(room)
-    turned[:, :n], wider[:n] = codes.T, scale
-    return Rounded(8, turned, wider)
+    return Rounded(8, *(pad(t, (0, -len(scale) % LANES)).contiguous() for t in (codes.T, scale)))
 
 
 def unpack_keys(r: Rounded, like: Tensor) -> Tensor:

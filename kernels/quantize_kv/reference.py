@@ -27,8 +27,9 @@ def round_range(x: Tensor, bits: int, dim: int) -> tuple[Tensor, Tensor, Tensor]
     levels = (1 << bits) - 1
     zero = x.amin(dim, keepdim=True).clamp(-LARGEST, LARGEST).to(torch.float16)
     # against the zero as stored, so that the range ends at `high` in spite of its rounding
-    scale = ((x.amax(dim, keepdim=True) - zero.to(x.dtype)) / levels).clamp(TINIEST, LARGEST).to(torch.float16)
-    codes = ((x - zero.to(x.dtype)) / scale.to(x.dtype)).round_().clamp_(0, levels)
+    low = zero.to(x.dtype)
+    scale = ((x.amax(dim, keepdim=True) - low) / levels).clamp_(TINIEST, LARGEST).to(torch.float16)
+    codes = (x - low).div_(scale.to(x.dtype)).round_().clamp_(0, levels)
     return codes.to(torch.uint8), scale, zero
 
 
@@ -55,14 +56,18 @@ def refined(codes: Tensor, fine: Tensor | None, bits: int, exact: torch.dtype) -
 
 def squeeze(codes: Tensor, bits: int) -> Tensor:
     """Pack codes [.., m] uint8 -> [.., m * bits / 8]: neighbours in one byte, the first in the lowest bits."""
-    shift = torch.arange(0, 8, bits, dtype=torch.uint8, device=codes.device)
-    return (codes.unflatten(-1, (-1, 8 // bits)) << shift).sum(-1, dtype=torch.uint8)
+    while bits < 8:
+        codes, bits = codes[..., ::2] | codes[..., 1::2] << bits, 2 * bits
+    return codes
 
 
 def spread(codes: Tensor, bits: int) -> Tensor:
     """Invert `squeeze`."""
-    shift = torch.arange(0, 8, bits, dtype=torch.uint8, device=codes.device)
-    return ((codes.unsqueeze(-1) >> shift) & (1 << bits) - 1).flatten(-2)
+    half = 4
+    while half >= bits:
+        codes = torch.stack([codes & (1 << half) - 1, codes >> half], -1).flatten(-2)
+        half //= 2
+    return codes
 
 
 def keys_of(

@@ -156,12 +156,12 @@ def _disk(folder: Path) -> tuple[int, str, str]:
 
     from kvcli.kv.out_of_memory import CacheFull
     from kvcli.kv.slots import alike
-    from kvcli.kv.tiers.disk import DiskTier
+    from kvcli.kv.tiers.disk import ExtentTier, SlotFile
 
     said = []
     size = 4 << 20
     try:
-        tier = DiskTier(alike(2, 2, 16), torch.float32, size, 8 * size, folder)
+        tier = ExtentTier(SlotFile(alike(2, 2, 16), torch.float32, size, 8 * size, folder))
     except OSError as error:
         return 1, "", f"error: {error}"
     stored = {0: 0, 1: 0}

@@ -48,13 +48,13 @@ def disk(rng: random.Random, bad: list[str]) -> None:
     import torch
 
     from kvcli.kv.slots import alike
-    from kvcli.kv.tiers.disk import DiskTier
+    from kvcli.kv.tiers.disk import ExtentTier, SlotFile
 
     folder = Path(tempfile.mkdtemp(prefix="kvcli-kills-"))
     k = torch.randn(2, 64, 16)
 
     def work() -> None:
-        tier = DiskTier(alike(2, 2, 16), torch.float32, 4 << 20, 1 << 30, folder)
+        tier = ExtentTier(SlotFile(alike(2, 2, 16), torch.float32, 4 << 20, 1 << 30, folder))
         for i in range(40):
             tier.append(i % 2, k, -k, 64 * (i // 2))
             if i % 8 == 7:

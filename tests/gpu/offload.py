@@ -26,7 +26,8 @@ from kvcli.kv.offload.transfer import bus_of
 from kvcli.kv.slots import AttentionParams, KVCache, Slots, alike, run_of
 from kvcli.kv.sparse.settings import Certified, MinMax, Sketch
 from kvcli.kv.tiers.dense import Dense
-from kvcli.kv.tiers.host import HostTier, PinnedHostTier
+from kvcli.kv.tiers.disk import ExtentTier
+from kvcli.kv.tiers.host import HostTier, Mappings
 from kvcli.kv.tiers.quantized import QuantizedTier
 from kvcli.methods.drafts.ngram import Ngram
 from kvcli.methods.drafts.off import Off
@@ -63,7 +64,7 @@ def _stores(lm: LM) -> dict[str, tuple[Callable[[], KVCache], str]]:
         return HostTier(tier, lm.device, way)
 
     def streamed() -> HostTier:
-        return far(PinnedHostTier(lm.shapes, lm.dtype, bus_of(lm.device)), StreamedCopy)
+        return far(ExtentTier(Mappings(lm.shapes, lm.dtype, bus_of(lm.device))), StreamedCopy)
 
     def ladder(*below: TierLevel, group: int = 4) -> TieredCache:
         return TieredCache(dense(), list(below), holds=6, group=group, sinks=2)
@@ -149,7 +150,7 @@ def _timed(name: str, way: Way, rows: int, on: On) -> Row:
     layers, n, (heads, group, dim) = (2, 600, (2, 2, 16)) if on.is_tiny else (8, 32_768, (8, 4, 128))
     dtype = torch.float32 if on.is_tiny else torch.bfloat16
     shapes, bus = alike(layers, heads, dim), bus_of(device)
-    tier = PinnedHostTier(shapes, dtype, bus)
+    tier = ExtentTier(Mappings(shapes, dtype, bus))
     host, own = HostTier(tier, device, way), Dense(shapes, dtype, device)
     row: Row = {"way": name, "rows": rows}
     for layer in range(layers):

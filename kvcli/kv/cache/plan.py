@@ -204,11 +204,12 @@ class CachePlan:
 
     def _host(self) -> HostTier:
         from kvcli.kv.offload.transfer import bus_of
-        from kvcli.kv.tiers.host import PinnedHostTier
+        from kvcli.kv.tiers.disk import ExtentTier
+        from kvcli.kv.tiers.host import Mappings
 
         if self.is_packed:
             return self._far(self._packed(torch.device("cpu")))
-        return self._far(PinnedHostTier(self.shapes, self.dtype, bus_of(self.device)))
+        return self._far(ExtentTier(Mappings(self.shapes, self.dtype, bus_of(self.device))))
 
     def _far(self, tier: PageTier) -> HostTier:
         from kvcli.kv.tiers.host import HostTier
@@ -248,8 +249,8 @@ class CachePlan:
         )
 
     def _disk(self) -> PageTier:
-        from kvcli.kv.tiers.disk import LARGEST, DiskTier
+        from kvcli.kv.tiers.disk import LARGEST, ExtentTier, SlotFile
 
         most, writes = size_of(self.memory.disk), size_of(self.memory.disk_writes)
         longest = None if self.device.type == "cpu" else LARGEST
-        return DiskTier(self.shapes, self.dtype, most, writes, longest=longest)
+        return ExtentTier(SlotFile(self.shapes, self.dtype, most, writes, longest=longest))

@@ -17,7 +17,7 @@ from torch import Tensor
 from kvcli.kernels.merge_attention import PartialAttention, merge_attention
 from kvcli.kv.offload.transfer import DeviceEvent, DeviceLink
 from kvcli.kv.slots import AttentionParams, Tier
-from kvcli.kv.tiers.disk import ALIGNED, ExtentTier, HostChunk
+from kvcli.kv.tiers.disk import ALIGNED, Extent, ExtentTier
 
 Answer = Callable[[], list[PartialAttention]]
 
@@ -90,7 +90,7 @@ class ZeroCopyKernel(HostAccess):
         self._tier, self._bus = tier, bus
 
     def ask(self, layer: int, q: Tensor, params: AttentionParams, pos: Sequence[int]) -> Answer:
-        return lambda: [p.read(*p.tensors, q, params, pos) for p in self._tier.pieces(layer)]
+        return lambda: [p.read(p.tensors, q, params, pos) for p in self._tier.pieces(layer)]
 
     def wait_idle(self) -> None:
         self._bus.work.record().synchronize()
@@ -134,7 +134,7 @@ class StreamedCopy(HostAccess):
     def nbytes(self) -> int:
         return sum(buffer.room.nbytes for buffer in self._buffers)
 
-    def _first(self, layer: int, pieces: Sequence[HostChunk]) -> tuple[Buffer, list[Tensor]] | None:
+    def _first(self, layer: int, pieces: Sequence[Extent]) -> tuple[Buffer, list[Tensor]] | None:
         """Return the first chunk, whose copy has already started if this layer was expected."""
         ahead, self._ahead = self._ahead, None
         if ahead is not None and ahead[0] == layer:
@@ -144,7 +144,7 @@ class StreamedCopy(HostAccess):
     def _read(
         self,
         layer: int,
-        pieces: Sequence[HostChunk],
+        pieces: Sequence[Extent],
         coming: tuple[Buffer, list[Tensor]] | None,
         q: Tensor,
         params: AttentionParams,
@@ -160,7 +160,7 @@ class StreamedCopy(HostAccess):
                 coming = self._fly(behind)
             assert buffer.landed is not None
             self._bus.work.wait(buffer.landed)
-            parts.append(piece.read(*tensors, q, params, pos))
+            parts.append(piece.read(tensors, q, params, pos))
             buffer.free = self._bus.work.record()
         return parts
 
@@ -170,9 +170,9 @@ class StreamedCopy(HostAccess):
         if then > layer and (pieces := self._tier.pieces(then)):  # after the last layer slots may change
             self._ahead = (then, *self._fly(pieces[0]))
 
-    def _fly(self, piece: HostChunk) -> tuple[Buffer, list[Tensor]]:
+    def _fly(self, piece: Extent) -> tuple[Buffer, list[Tensor]]:
         """Copy into the next buffer, once its content has been read."""
-        buffer, lane = self._buffer(piece.nbytes), self._bus.copies
+        buffer, lane = self._buffer(piece.copied), self._bus.copies
         if buffer.free is not None:
             lane.wait(buffer.free)
         tensors, at = [], 0
@@ -229,7 +229,7 @@ class AutoAccess(HostAccess):
         if why := self._unserved or next((p.unreached for p in pieces if p.unreached), ""):
             self.how = f"{self._query.how}: {why}"
             return self._query
-        is_slow = self._rates is not None and self._rates().cpu_wins(sum(p.nbytes for p in pieces))
+        is_slow = self._rates is not None and self._rates().cpu_wins(sum(p.copied for p in pieces))
         way: HostAccess = self._query if is_slow else self._kernel
         self.how = way.how
         return way

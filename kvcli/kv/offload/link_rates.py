@@ -14,7 +14,8 @@ import torch
 from kvcli.kv.offload.host_access import CpuAttention, Rates
 from kvcli.kv.offload.transfer import DeviceLink, bus_of
 from kvcli.kv.slots import AttentionParams, Slots, alike, run_of
-from kvcli.kv.tiers.host import PinnedHostTier
+from kvcli.kv.tiers.disk import ExtentTier
+from kvcli.kv.tiers.host import Mappings
 
 HEADS, DIM, GROUP = 8, 128, 4
 SLOTS = 1 << 14  # 64 MiB of bf16, more than most CPU caches hold
@@ -32,7 +33,7 @@ def rates(device: torch.device) -> Rates:
         bus.copies.copy(there, below)
         bus.copies.record().synchronize()
 
-    tier = PinnedHostTier(alike(2, HEADS, DIM), torch.bfloat16, DeviceLink(torch.device("cpu")))
+    tier = ExtentTier(Mappings(alike(2, HEADS, DIM), torch.bfloat16, DeviceLink(torch.device("cpu"))))
     for layer, n in enumerate((SLOTS, 1)):
         kv = torch.randn(HEADS, n, DIM, dtype=torch.bfloat16)
         tier.take(layer, Slots(kv, kv, run_of(0, n, HEADS, kv.device)))

@@ -29,7 +29,7 @@ class PartCodec:
     is_turned = False  # codes have slots last, and zeros behind them up to a multiple of LANES
 
     def quantize(self, given: Sequence[Tensor], pos: Tensor) -> Codes:
-        """Quantize numbers [h, S, ..] at pos [h, S], S whole blocks."""
+        """Quantize numbers [n * h, S, ..] at pos [n * h, S], S whole blocks, of n runs, to their codes in turn."""
         raise NotImplementedError
 
     def dequantize(self, codes: Codes, pos: Tensor) -> Sequence[Tensor]:
@@ -46,7 +46,9 @@ class PartCodec:
 
     def pick(self, codes: Codes, at: Tensor | slice) -> Codes:
         """Select blocks or slots `at`."""
-        return tuple(t[..., at] if self.is_turned else t[at] for t in codes)
+        if isinstance(at, slice) or self.is_turned:
+            return tuple(t[..., at] if self.is_turned else t[at] for t in codes)
+        return tuple(t.index_select(0, at) for t in codes)  # several times as fast as t[at]
 
     def join(self, codes: Codes, n: int, more: Codes, m: int) -> Codes:
         """Return a copy of n blocks or slots of `codes` and of m more."""
@@ -103,20 +105,34 @@ class BlockRun:
         """All tensors of the run."""
         return [self.pos, *self.waits, *(t for codes in self.codes for t in codes)]
 
-    def take(self, k: Tensor, v: Tensor, pos: Tensor) -> None:
-        """Store k [h, M, D], v [h, M, E] at positions pos [h, M], none of them -1."""
-        given, found, waits, n = (k, v), list[Codes](), self.waits, self.length
-        every = torch.cat([self.pos, pos.to(self.pos)], 1)
-        for part, codes in zip(self.form.parts, self.codes, strict=True):
-            mine = [given[i] for i in part.of]
+    @staticmethod
+    def take(runs: Sequence[BlockRun], k: Tensor, v: Tensor, pos: Tensor) -> None:
+        """Store k [n * h, M, D], v [n * h, M, E] at positions pos [n * h, M], none of them -1, in n runs of one form in
+        which equally many slots wait. They are quantized together, which is faster."""
+        form, g, h = runs[0].form, runs[0].form.group, runs[0].form.heads
+        given, codes, waits = (k, v), list[list[Codes]](), [run.waits for run in runs]
+        every, first = list[Tensor](), runs[0].pos
+        for run, its in zip(runs, torch.split(pos, h), strict=True):
+            shares = every and run.pos.data_ptr() == first.data_ptr() and torch.equal(its, pos[:h])
+            every.append(every[0] if shares else torch.cat([run.pos, its], 1))
+        for i, part in enumerate(form.parts):
+            mine, at, n, size = [given[j] for j in part.of], pos, pos.shape[1], 1
             if part.by_block:
-                waits = tuple(torch.cat([a, b.to(a.dtype)], 1) for a, b in zip(waits, mine, strict=True))
-                codes, waits = self._filled(codes, self.full, waits, every)
-            else:
-                codes = part.join(codes, n, part.quantize(mine, pos), pos.shape[1])
-            found.append(codes)
+                before = [torch.cat(each) for each in zip(*waits, strict=True)]
+                mine = [torch.cat([a, b.to(a.dtype)], 1) for a, b in zip(before, mine, strict=True)]
+                n, size = mine[0].shape[1] // g * g, g
+                waits = [tuple(t[j * h : j * h + h, n:].clone() for t in mine) for j in range(len(runs))]
+                at = torch.cat([its[:, run.full : run.full + n] for run, its in zip(runs, every, strict=True)])
+                mine = [t[:, :n] for t in mine]
+            codes.append([run.codes[i] for run in runs])
+            if m := n // size:
+                more = part.quantize(mine, at)
+                for j, run in enumerate(runs):
+                    stored = (run.full if part.by_block else run.length) // size
+                    codes[i][j] = part.join(codes[i][j], stored, part.pick(more, slice(j * m, j * m + m)), m)
         # assigned together, because an allocation above may have failed
-        self.codes, self.waits, self.pos = tuple(found), waits, every
+        for run, its, left, each in zip(runs, every, waits, zip(*codes, strict=True), strict=True):
+            run.codes, run.waits, run.pos = each, left, its
 
     def evict_except(self, mask: Tensor) -> None:
         """Evict slots whose mask [h, S] is False, the same slots of all heads."""
@@ -168,19 +184,24 @@ class BlockRun:
         g, made = self.form.group, dict[int, Tensor]()
         for part, codes in zip(self.form.parts, self.codes, strict=True):
             if not part.by_block:
-                made |= {i: t[head] for i, t in zip(part.of, part.dequantize(part.pick(codes, at), at), strict=True)}
+                made |= zip(part.of, (t[head] for t in part.dequantize(part.pick(codes, at), at)), strict=True)
                 continue
             waits = at >= self.full
             inner = at[~waits]
+            blocks = inner // g
             if part.splits:
-                mine = tuple(t.flatten(0, 1)[inner].unsqueeze(1) if t.dim() == 3 else t[inner // g] for t in codes)
-                found, order = part.dequantize(mine, inner), slice(None)
+                by_slot = (t.flatten(0, 1).unsqueeze(1) if t.dim() == 3 else t for t in codes)
+                mine = tuple(t.index_select(0, inner if t.dim() == 3 else blocks) for t in by_slot)
+                found = [t[head] for t in part.dequantize(mine, inner)]
             else:
-                blocks, inverse = torch.unique(inner // g, return_inverse=True)
-                found, order = part.dequantize(part.pick(codes, blocks), self._pos_of(blocks)), inverse * g + inner % g
-            for i, read, rest in zip(part.of, found, self.waits, strict=True):
-                made[i] = rest.new_empty(at.shape[0], rest.shape[2])
-                made[i][~waits], made[i][waits] = read[head, order], rest[head, at[waits] - self.full]
+                blocks, inverse = torch.unique(blocks, return_inverse=True)
+                read = part.dequantize(part.pick(codes, blocks), self._pos_of(blocks))
+                found = [t[head].index_select(0, inverse * g + inner % g) for t in read]
+            if len(inner) < len(at):
+                order = waits.to(torch.uint8).argsort(stable=True).argsort()
+                loose = (rest[head, at[waits] - self.full] for rest in self.waits)
+                found = [torch.cat(both)[order] for both in zip(found, loose, strict=True)]
+            made |= zip(part.of, found, strict=True)
         return made[0], made[1]
 
     def n_stable(self, n: int) -> int:

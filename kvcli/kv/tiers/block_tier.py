@@ -36,6 +36,7 @@ if TYPE_CHECKING:
     from kvcli.settings.schema import Kv
 
 SPAN = 4096  # most slots dequantized at once during attention
+AT_ONCE = 512  # most slots of which all heads are quantized at once: of more, head by head takes less memory
 
 
 @dataclass(frozen=True)
@@ -60,8 +61,9 @@ class BlockCodec(PartCodec):
     def quantize(self, given: Sequence[Tensor], pos: Tensor) -> Codes:
         k, v = (t.to(torch.promote_types(t.dtype, torch.float32)) for t in given)
         k = k if self.rotary is None else unrotate(k, pos, self.rotary)
-        blocks = self.heads, -1, self.kv.group
-        k, v = (t.reshape(*blocks, t.shape[2]).transpose(0, 1).contiguous() for t in (k, v))  # [B, h, g, ..]
+        blocks = len(k) // self.heads, self.heads, -1, self.kv.group
+        # [B, h, g, ..]
+        k, v = (t.reshape(*blocks, t.shape[2]).transpose(1, 2).flatten(0, 1).contiguous() for t in (k, v))
         return self.write(k, v, self.kv)
 
     def dequantize(self, codes: Codes, pos: Tensor) -> tuple[Tensor, Tensor]:
@@ -141,15 +143,15 @@ class BlockTier(StoredBelow):
             return
         assert layer in self._layers, "this layer stores no slots: it shares those of another layer"
         k, v = map(self._turned, split_latent(self._ranks[layer], slots))
-        is_stored, at = slots.pos >= 0, 0
-        whole = bool(is_stored.all())
-        for run in self._changing(layer):
-            own = slice(at, at := at + run.form.heads)
-            mine = is_stored[own]
-            assert whole or len(mine) == 1 or bool((mine == mine[:1]).all()), "heads of one block differ in slots"
-            which = slice(None) if whole else mine[0]
-            if whole or bool(mine.any()):
-                run.take(k[own][:, which], v[own][:, which], slots.pos[own][:, which])
+        runs, pos = self._changing(layer), slots.pos.to(self._layers[layer][0].pos)
+        is_stored, h = pos >= 0, runs[0].form.heads
+        if slots.n_slots <= AT_ONCE and bool(is_stored.all()) and len({run.length - run.full for run in runs}) == 1:
+            BlockRun.take(runs, k, v, pos)
+        else:
+            for run, mine, *given in zip(runs, *(torch.split(t, h) for t in (is_stored, k, v, pos)), strict=True):
+                assert len(mine) == 1 or bool((mine == mine[:1]).all()), "heads of one block differ in slots"
+                if bool(mine.any()):
+                    BlockRun.take([run], *(t[:, mine[0]] for t in given))
         self._share(layer)
 
     def n_slots(self, layer: int) -> int:
@@ -175,10 +177,11 @@ class BlockTier(StoredBelow):
         k, v = (t.new_zeros(*index.shape, t.shape[2]) for t in self._none[layer])
         pos = torch.full_like(index, -1, dtype=torch.int32)
         for j, (run, head) in enumerate(self._heads(layer)):
-            is_stored = (index[j] >= 0) & (index[j] < run.length)
-            at = index[j, is_stored]
-            k[j, is_stored], v[j, is_stored] = (self._turned(t).to(t.dtype) for t in run.numbers_at(head, at))
-            pos[j, is_stored] = run.pos[head, at]
+            to = ((index[j] >= 0) & (index[j] < run.length)).nonzero().squeeze(1)
+            at = index[j, to]
+            found = (*map(self._turned, run.numbers_at(head, at)), run.pos[head, at])
+            for there, new in zip((k, v, pos), found, strict=True):
+                there[j].index_copy_(0, to, new.to(there))
         return Slots(*join_latent(self._ranks[layer], k, v), pos)
 
     def head(self, layer: int, head: int, n: int) -> Slots:
@@ -256,10 +259,13 @@ class BlockTier(StoredBelow):
         """Share one row of positions between heads and layers with the same slots, the usual case."""
         runs = self._layers[layer]
         row = runs[0].pos[:1]
-        if all(run.length == row.shape[1] and torch.equal(run.pos, row.expand_as(run.pos)) for run in runs):
+        if all(run.pos is runs[0].pos or torch.equal(run.pos, row.expand(len(run.pos), -1)) for run in runs):
             others = (of[0].pos[:1] for i, of in self._layers.items() if i != layer and of[0].length)
             other = next(others, None)
-            row = row.clone() if other is None or not torch.equal(other, row) else other
+            if other is not None and torch.equal(other, row):
+                row = other
+            elif len(runs[0].pos) > 1:
+                row = row.clone()  # the memory of the other heads' rows is freed
             for run in runs:
                 run.pos = row.expand(run.form.heads, -1)
 

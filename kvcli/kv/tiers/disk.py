@@ -8,11 +8,10 @@ from __future__ import annotations
 import mmap
 import os
 import tempfile
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from copy import copy
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any, Self
 
@@ -86,6 +85,7 @@ class Extent:
     length: int = 0  # slots of the longest head
     lengths: Sequence[int] = ()  # slots of each head, if there are no holes
     has_holes: bool = False
+    tensors: tuple[Tensor, ...] = ()  # keys and values of the slots, as views; one tensor if they are equal
 
     @property
     def room(self) -> int:
@@ -96,16 +96,23 @@ class Extent:
         n = self.length
         return Slots(*Slots(self.k, self.v, self.pos).each(lambda t: t[:, :n]), self.pos[:, :n])
 
+    @property
+    def copied(self) -> int:
+        """Bytes of a copy of the slots, with alignment."""
+        return sum(-(-t.nbytes // ALIGNED) * ALIGNED for t in self.tensors)
+
     def note(self) -> None:
-        """Update lengths and `has_holes` after positions changed."""
+        """Update lengths, `has_holes` and `tensors` after slots changed."""
+        s = self.slots
+        self.tensors = (s.k,) if s.v is s.k else (s.k, s.v)
         is_stored = self.pos[:, : self.length] >= 0
         ends = is_stored.sum(1)
         self.has_holes = bool((is_stored != (torch.arange(self.length) < ends.unsqueeze(1))).any())
         self.lengths = [self.length] * len(ends) if self.has_holes else ends.tolist()
 
-    def read(self, k: Tensor, v: Tensor, q: Tensor, params: AttentionParams, rows: Sequence[int]) -> PartialAttention:
-        """Return partial attention of q [H, N, D] at positions `rows` over k, v [K, n, ..]: the slots or a copy."""
-        window, softcap = params.window, params.softcap
+    def read(self, of: Sequence[Tensor], q: Tensor, params: AttentionParams, rows: Sequence[int]) -> PartialAttention:
+        """Return partial attention of q [H, N, D] at positions `rows` over `of`: `tensors`, a copy, or `k` and `v`."""
+        k, v, window, softcap = of[0], of[-1], params.window, params.softcap
         if q.device.type == "cpu" and serves(q, v):
             (n_kv, n), cap = k.shape[:2], self.pos.shape[1]
             starts, at = (range(0, n_kv * m, m) if m else [0] * n_kv for m in (n, cap))
@@ -128,6 +135,10 @@ class ExtentStorage:
     """Storage that allocates, writes and frees extents. By default without a limit, and holes stay where they are."""
 
     name = "cpu"  # of the tier in reports
+
+    def __init__(self, shapes: Sequence[LayerShape], dtype: torch.dtype) -> None:
+        """`shapes`: by layer; a layer that reads the slots of another layer stores none."""
+        self.shapes, self.dtype = shapes, dtype
 
     def elsewhere(self) -> ExtentStorage:
         """Return an empty storage of the same kind."""
@@ -153,7 +164,7 @@ class ExtentStorage:
 
 
 class SlotFile(ExtentStorage):
-    """Extent storage in a temporary file of at most `most` bytes."""
+    """Extent storage in a temporary file. The page cache of the system keeps read pages, so there is no other cache."""
 
     name = "disk"
 
@@ -163,14 +174,15 @@ class SlotFile(ExtentStorage):
         dtype: torch.dtype,
         most: int,
         writes: int,
-        folder: Path | None,
+        folder: Path | None = None,
         longest: int | None = None,
     ) -> None:
-        """Create the file. `folder`: None = the system's for large temporary files. `longest`: most slots of an extent;
-        None = no limit."""
+        """Create the file, of at most `most` bytes, in which at most `writes` bytes are written. `folder`: None = the
+        system's for large temporary files. `longest`: most slots of an extent, for a device to which extents are
+        copied; None = any number."""
+        super().__init__(shapes, dtype)
         self._how = shapes, dtype, most, writes, folder, longest
         self.folder = folder or temporary_folder()
-        self._shapes, self._dtype = shapes, dtype
         self._most, self._writes = most, writes
         self._longest = longest
         self._per_slot = [of.numbers * dtype.itemsize for of in shapes]  # bytes, by layer
@@ -203,13 +215,13 @@ class SlotFile(ExtentStorage):
             if size < need * per_slot:
                 raise CacheFull("memory.disk is full", detail={"used": self._end, "most": self._most})
             self._grow(offset + size)
-        of, cap = self._shapes[layer], size // per_slot
+        of, cap = self.shapes[layer], size // per_slot
         try:
             mapped = mmap.mmap(self._file.fileno(), size, offset=offset)
         except OSError:
             self._free.append((offset, size))
             raise
-        k, v = laid(torch.frombuffer(mapped, dtype=self._dtype), of, cap)
+        k, v = laid(torch.frombuffer(mapped, dtype=self.dtype), of, cap)
         pos = torch.full((of.n_kv_heads, cap), -1, dtype=torch.int32)
         return Extent(offset, size, k, v, pos, "it is on the disk")
 
@@ -224,10 +236,10 @@ class SlotFile(ExtentStorage):
 
     def write(self, extent: Extent, k: Tensor, v: Tensor) -> None:
         """Write k, v [K, m, ..] after the slots of the extent, by `pwrite`, as a mapping crashes on a full disk."""
-        (heads, cap, _), number = extent.k.shape, self._dtype.itemsize
+        (heads, cap, _), number = extent.k.shape, self.dtype.itemsize
         for t, first in ((k, 0), (v, extent.k.nbytes))[: 1 if extent.v is extent.k else 2]:
             for j in range(heads):
-                data = t[j].to(self._dtype).contiguous().view(torch.uint8).numpy().data.cast("B")
+                data = t[j].to(self.dtype).contiguous().view(torch.uint8).numpy().data.cast("B")
                 at = extent.offset + first + (j * cap + extent.length) * t.shape[2] * number
                 while data:
                     with self._full():
@@ -269,36 +281,20 @@ def parts_of(most: int, per_slot: Sequence[int]) -> list[int]:
 # Attention runs on each extent and the partial results are merged. A layer grows by further extents, without copies.
 
 
-@dataclass(frozen=True, slots=True)
-class HostChunk:
-    """Slots of a layer that are read at once."""
-
-    tensors: tuple[Tensor, ...]  # slots, in host memory
-    read: Callable[..., PartialAttention]  # attention over these tensors or copies of them; q, sight, pos
-    unreached: str = ""  # why device kernels cannot read the slots in place; "" = they can
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of a copy, with alignment."""
-        return sum(-(-t.nbytes // ALIGNED) * ALIGNED for t in self.tensors)
-
-
 class ExtentTier(StoredBelow):
-    """A tier of keys and values of type `dtype` in extents that the host can read; attention runs on the CPU."""
+    """A tier of keys and values in full precision, in extents of one place; attention runs on the CPU."""
 
     UNCAPTURED = "slots are in host memory or in a file (memory.host, memory.disk)"
 
-    def __init__(self, shapes: Sequence[LayerShape], dtype: torch.dtype, place: ExtentStorage) -> None:
-        """`shapes`: by layer; a layer that reads the slots of another layer stores none."""
-        self.dtype = dtype
-        self._shapes, self._place, self._holder = shapes, place, storing_layer_of(shapes)
-        self._layers: list[list[Extent]] = [[] for _ in shapes]
-        self._pieces: dict[int, list[HostChunk]] = {}  # by layer, until its slots change
+    def __init__(self, place: ExtentStorage) -> None:
+        self.dtype, self._shapes, self._place = place.dtype, place.shapes, place
+        self._holder = storing_layer_of(place.shapes)
+        self._layers: list[list[Extent]] = [[] for _ in place.shapes]
 
     def __deepcopy__(self, memo: dict[int, object]) -> Self:
         """Return a tier with the same slots in the same extents, evicted slots included, elsewhere."""
         new = copy(self)
-        new._place, new._layers, new._pieces = self._place.elsewhere(), [[] for _ in self._shapes], {}
+        new._place, new._layers = self._place.elsewhere(), [[] for _ in self._shapes]
         new.restore(SnapshotReader(self.snapshot(), torch.iinfo(torch.int32).max))
         return new
 
@@ -317,7 +313,7 @@ class ExtentTier(StoredBelow):
         self, layer: int, q: Tensor, params: AttentionParams, pos: Sequence[int], own: NewRows | None = None
     ) -> list[PartialAttention]:
         """Return partial attention of q [H, N, D] at positions pos [N] over each extent."""
-        parts = [e.read(e.k, e.v, q, params, pos) for e in self._layers[self._holder[layer]] if e.length]
+        parts = [e.read((e.k, e.v), q, params, pos) for e in self.pieces(self._holder[layer])]
         return [*parts, *attend_new_only(q, params, own)]
 
     def usage(self) -> list[Usage]:
@@ -328,17 +324,9 @@ class ExtentTier(StoredBelow):
             found.append(Usage(layer, "cpu", 0, sum(e.pos.nbytes for e in extents)))
         return found
 
-    def pieces(self, layer: int) -> list[HostChunk]:
-        """Return the extents that `attend` reads as host chunks. They are cached until slots change."""
-        if layer not in self._pieces:
-            nonempty = [(e, e.slots) for e in self._layers[layer] if e.length]
-            self._pieces[layer] = [
-                HostChunk((s.k,), partial(_of_keys, e.read), e.unreached)
-                if s.v is s.k
-                else HostChunk((s.k, s.v), e.read, e.unreached)
-                for e, s in nonempty
-            ]
-        return self._pieces[layer]
+    def pieces(self, layer: int) -> list[Extent]:
+        """Return the extents of a layer that rows read, one after another."""
+        return [e for e in self._layers[layer] if e.length]
 
     def take(self, layer: int, slots: Slots) -> None:
         """Store slots. Stores all of them, or none and raises CacheFull."""
@@ -366,7 +354,6 @@ class ExtentTier(StoredBelow):
             extent.length += b - a
             self._tidy(extent)
         extents += fresh
-        self._pieces.pop(layer, None)
 
     def n_slots(self, layer: int) -> int:
         """Return the slots of the longest head, including evicted slots in extents that are not empty."""
@@ -420,7 +407,6 @@ class ExtentTier(StoredBelow):
         empty = [e for e in extents if not bool((e.pos >= 0).any())]
         self._layers[layer] = [e for e in extents if not any(e is gone for gone in empty)]
         self._place.free(empty)
-        self._pieces.pop(layer, None)
 
     def snapshot(self) -> State:
         """Return a snapshot by layer and extent: views of the mappings."""
@@ -444,28 +430,3 @@ class ExtentTier(StoredBelow):
     def _none(self, layer: int) -> Slots:
         shape = self._shapes[layer]
         return Slots(*empty(shape, self.dtype), torch.empty(shape.n_kv_heads, 0, dtype=torch.int32))
-
-
-def _of_keys(read: Callable[..., PartialAttention], k: Tensor, *asked: Any) -> PartialAttention:
-    """Read keys as values too (MLA)."""
-    return read(k, k, *asked)
-
-
-class DiskTier(ExtentTier):
-    """A tier of keys and values of type `dtype` in a file of at most `most` bytes; attention runs on the CPU.
-
-    The page cache of the system keeps read pages, so the tier has no cache.
-    """
-
-    def __init__(
-        self,
-        shapes: Sequence[LayerShape],
-        dtype: torch.dtype,
-        most: int,
-        writes: int,
-        folder: Path | None = None,
-        longest: int | None = None,
-    ) -> None:
-        """`writes`: most bytes written. `folder`: folder of the file; None = the system's for large temporary files.
-        `longest`: most slots of an extent, for a device to which extents are copied; None = any number."""
-        super().__init__(shapes, dtype, SlotFile(shapes, dtype, most, writes, folder, longest))

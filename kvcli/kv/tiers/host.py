@@ -22,7 +22,7 @@ from kvcli.kv.offload.transfer import CopyQueue, DeviceEvent, DeviceLink, bus_of
 from kvcli.kv.slots import AttentionParams, LayerShape, Slots, Usage, attend_new_only, picked
 from kvcli.kv.snapshot import SnapshotReader, State
 from kvcli.kv.sparse.page_source import Arrival, PageTier
-from kvcli.kv.tiers.disk import ALIGNED, LARGEST, Extent, ExtentStorage, ExtentTier, laid
+from kvcli.kv.tiers.disk import ALIGNED, LARGEST, Extent, ExtentStorage, laid
 
 # Dense slots in pinned host memory that a device can read in place (zero-copy).
 #
@@ -35,27 +35,20 @@ STAGED = 64 << 20  # most bytes of the buffer for copies to the host
 PIECE = 16 << 20  # most bytes of an extent: the unit of copies, of which a device holds two at a time
 
 
-class PinnedHostTier(ExtentTier):
-    """A tier in pinned host memory for all storing layers."""
-
-    def __init__(self, shapes: Sequence[LayerShape], dtype: torch.dtype, bus: DeviceLink) -> None:
-        super().__init__(shapes, dtype, Mappings(shapes, dtype, bus))
-
-
 class Mappings(ExtentStorage):
     """Extent storage in pinned host memory, which is unmapped with its last reference."""
 
     def __init__(self, shapes: Sequence[LayerShape], dtype: torch.dtype, bus: DeviceLink) -> None:
-        self._shapes, self._dtype, self._bus = shapes, dtype, bus
-        self._unreached = ""
+        super().__init__(shapes, dtype)
+        self._bus, self._unreached = bus, ""
 
     def elsewhere(self) -> Mappings:
-        return Mappings(self._shapes, self._dtype, self._bus)
+        return Mappings(self.shapes, self.dtype, self._bus)
 
     def allocate(self, layer: int, need: int, extents: Sequence[Extent]) -> Extent:
         """Allocate an extent. Sizes double with the layer, as kernels are compiled for a distance between heads."""
-        shape = self._shapes[layer]
-        per_slot = shape.numbers * self._dtype.itemsize
+        shape = self.shapes[layer]
+        per_slot = shape.numbers * self.dtype.itemsize
         ahead = min(LARGEST, max(need, FIRST, sum(e.length for e in extents)))
         cap = max(1, min(1 << (ahead - 1).bit_length(), PIECE // per_slot))
         mapped = mmap.mmap(-1, -(-cap * per_slot // mmap.ALLOCATIONGRANULARITY) * mmap.ALLOCATIONGRANULARITY)
@@ -65,7 +58,7 @@ class Mappings(ExtentStorage):
         if not self._unreached:
             # at exit the driver unpins the memory
             weakref.finalize(whole.untyped_storage(), self._bus.unpin, whole.data_ptr(), mapped).atexit = False
-        k, v = laid(whole[: cap * per_slot].view(self._dtype), shape, cap)
+        k, v = laid(whole[: cap * per_slot].view(self.dtype), shape, cap)
         pos = torch.full((shape.n_kv_heads, cap), -1, dtype=torch.int32)
         return Extent(0, len(mapped), k, v, pos, self._unreached)
 

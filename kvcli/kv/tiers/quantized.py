@@ -56,7 +56,7 @@ class KiviCodec(PartCodec):
         return self.which == 1 and self.bits == 8
 
     def quantize(self, given: Sequence[Tensor], pos: Tensor) -> Codes:
-        x, pack = given[0][0], pack_values if self.which else pack_keys
+        x, pack = given[0].flatten(0, 1), pack_values if self.which else pack_keys
         codes = pack(x.to(self.dtype) if self.bits == 16 else x, self.bits, self.group, halves=self.halves).tensors
         if not self.by_block:
             return tuple(codes)
