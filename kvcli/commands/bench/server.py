@@ -59,10 +59,10 @@ def bench_server(world: Environment, options: BenchOptions) -> int:
     with progress(Screen.of(world)) as bar, Interrupt() as cancel:
 
         def answer(messages: list[Message]) -> Answer:
-            began, at = time.perf_counter(), list[float]()
-            for event in session.stream((), messages=messages, cancel=cancel, **drawn):
-                at += [time.perf_counter() - began] if isinstance(event, Text | Thought | End) else []
-            return at, event.turn.stats  # the last event is End
+            began, answering = time.perf_counter(), session.stream((), messages=messages, cancel=cancel, **drawn)
+            events = [(time.perf_counter() - began, event) for event in answering]
+            at = [seconds for seconds, event in events if isinstance(event, Text | Thought | End)]
+            return at, next(event.turn.stats for _, event in events if isinstance(event, End))
 
         for i, n in enumerate([*rounds] * (options.warmup + options.reps)):
             bar.show(i, len(rounds) * (options.warmup + options.reps), f"{n} clients")
@@ -74,8 +74,8 @@ def bench_server(world: Environment, options: BenchOptions) -> int:
             rounds[n].append((time.perf_counter() - began, found))
     rows = [_row(n, its[options.warmup :]) for n, its in rounds.items()]
     if world.options.json:
-        facts = {"model": setup.name, "url": setup.server.url, "server": session.info.backend}
-        print_json(world, ServerBenchDocument(**facts, workload=name, rows=rows))
+        url, server = setup.server.url, session.info.backend
+        print_json(world, ServerBenchDocument(url=url, server=server, model=setup.name, workload=name, rows=rows))
         return ExitStatus.OK
     figures = [row.document() | {"tok_s": median(row.tok_s)} for row in rows]
     cells = [["–" if n is None else f"{n:,.{3 * (type(n) is float)}f}" for n in one.values()] for one in figures]
