@@ -11,7 +11,7 @@ from pathlib import Path
 import tomli
 
 TABLE = tomli.loads(Path(__file__).with_suffix(".toml").read_text(encoding="utf-8"))
-_SAMPLE = re.compile(r"^([a-zA-Z_:][\w:]*)(?:\{.*\})?[ \t]+([-+.\w]+)", re.MULTILINE)
+_SAMPLE = re.compile(r"^([a-zA-Z_:][\w:]*)(?:\{.*\})?[ \t]+([-+]?[.\d][-+.\w]*)", re.MULTILINE)  # no NaN, no Inf
 
 
 def parsed(text: str) -> Mapping[str, float]:

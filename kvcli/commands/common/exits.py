@@ -196,6 +196,9 @@ def report_usage_error(world: Environment, args: Sequence[str], problem: Any) ->
     message = message.replace("Value error, ", "").strip().rstrip(".")  # added by the validator in the parser
     if not message:  # a group without a command: its help was printed
         return ExitStatus.USAGE
+    if (wrong := getattr(problem.__cause__, "errors", None)) is not None:  # pydantic's, whose words lack the value
+        kind = {"int_parsing": "a whole number", "float_parsing": "a number"}.get(wrong()[0]["type"])
+        message = f"{problem.param.opts[0]} takes {kind}, not {wrong()[0]['input']!r}" if kind else message
     context = getattr(problem, "ctx", None)
     path = context.command_path if context is not None else "kvcli"
     params, typed = context.command.params if context is not None else [], f"{' '.join(args)} ".replace("=", " ")
