@@ -10,6 +10,7 @@ from torch import Tensor
 
 LONGEST = 255  # tokens of a repetition beyond the allowed ones, at most: longer ones have the same penalty
 LARGEST = 88.7228391  # log of the largest float32
+NEVER = 1 << 31  # tokens that no text has
 
 
 def penalize_repetition(logits: Tensor, seen: Tensor, penalty: float) -> Tensor:
@@ -27,7 +28,8 @@ def penalize_repeats(logits: Tensor, repeats: Tensor, multiplier: float, base: f
 
     `repeats` [N, V]: the lengths. DRY, by p-e-w (text-generation-webui #5677), as in llama.cpp.
     """
-    return logits - _by_length(multiplier, base, allowed, logits.dtype, logits.device)[repeats]
+    beyond = (repeats - (min(allowed, NEVER) - 1)).clamp_min(0)  # 1 for a repetition of `allowed` tokens
+    return logits - _by_length(multiplier, base, logits.dtype, logits.device)[beyond]
 
 
 def longest_repeat(base: float, allowed: int) -> int:
@@ -36,11 +38,11 @@ def longest_repeat(base: float, allowed: int) -> int:
 
 
 @lru_cache(maxsize=8)
-def _by_length(multiplier: float, base: float, allowed: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Return the penalty by length. A table, because a power may differ in its last bit among vectors of other
-    lengths."""
-    powers = [multiplier * base**n for n in range(longest_repeat(base, allowed) - allowed + 1)]
-    return torch.tensor([0.0] * allowed + powers, dtype=dtype, device=device)
+def _by_length(multiplier: float, base: float, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Return the penalty by tokens beyond the allowed ones, after that of shorter repetitions, 0. A table, because a
+    power may differ in its last bit among vectors of other lengths."""
+    powers = [multiplier * base**n for n in range(longest_repeat(base, 0) + 1)]
+    return torch.tensor([0.0, *powers], dtype=dtype, device=device)
 
 
 def add_bias(logits: Tensor, bias: tuple[tuple[int, float], ...]) -> Tensor:
