@@ -268,7 +268,8 @@ def test_the_key_is_private_and_in_no_message(shell: Shell) -> None:
 
 
 @pytest.mark.parametrize(
-    "url", ["ftp://h", "http://", "http://u:p@h/v1", "http://h/v1?k=1", "http://h:0", "http://a b", "http://\u2603.net", "h"]
+    "url",
+    ["ftp://h", "http://", "http://u:p@h/v1", "http://h/v1?k=1", "http://h:0", "http://a b", "http://\u2603.net", "h"],
 )
 def test_addresses_are_checked(shell: Shell, url: str) -> None:
     assert shell("chat", "--engine", "openai", "--base-url", url, "-p", "Hi") == 2
