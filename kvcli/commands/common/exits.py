@@ -304,20 +304,13 @@ def machine_gave_out(error: Exception) -> KvcliError | None:
     name = getattr(error, "filename2", None) or getattr(error, "filename", None)
     if number in CROWDED:
         try_ = ["ulimit -n 1024", "ulimit -u shows your limit of processes"]
-        return DoesNotFit(
-            f"the limit of open files or processes is reached: {first}", code="too_few_handles", try_=try_
-        )
+        said = f"the limit of open files or processes is reached: {first}"
+        return DoesNotFit(said, code="too_few_handles", try_=try_)
     if number == errno.ENAMETOOLONG:
-        return BadInput(
-            f"a name is too long for this file system: {str(name)[:200]}",
-            code="name_too_long",
-            try_=["a shorter name", "kvcli doctor lists the folders in use"],
-        )
-    if (
-        is_out_of_memory(error)
-        or number == errno.ENOMEM
-        or (isinstance(error, ImportError) and "failed to map" in first)
-    ):
+        try_ = ["a shorter name", "kvcli doctor lists the folders in use"]
+        return BadInput(f"a name is too long for this file system: {str(name)[:200]}", code="name_too_long", try_=try_)
+    is_unmapped = isinstance(error, ImportError) and "failed to map" in first
+    if is_out_of_memory(error) or number == errno.ENOMEM or is_unmapped:
         smaller = ["a smaller --ctx", "--quant int8", "close other programs"]
         return DoesNotFit("out of memory", code="out_of_memory", lines=[first] if first else [], try_=smaller)
     if isinstance(error, OSError) and error.errno in FULL:

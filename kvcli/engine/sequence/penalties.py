@@ -10,7 +10,6 @@ from torch import Tensor
 
 LONGEST = 255  # tokens of a repetition beyond the allowed ones, at most: longer ones have the same penalty
 LARGEST = 88.7228391  # log of the largest float32
-NEVER = 1 << 31  # tokens that no text has
 
 
 def penalize_repetition(logits: Tensor, seen: Tensor, penalty: float) -> Tensor:
@@ -28,7 +27,7 @@ def penalize_repeats(logits: Tensor, repeats: Tensor, multiplier: float, base: f
 
     `repeats` [N, V]: the lengths. DRY, by p-e-w (text-generation-webui #5677), as in llama.cpp.
     """
-    beyond = (repeats - (min(allowed, NEVER) - 1)).clamp_min(0)  # 1 for a repetition of `allowed` tokens
+    beyond = (repeats - min(allowed - 1, 1 << 31)).clamp_min(0)  # 1 for a repetition of `allowed` tokens
     return logits - _by_length(multiplier, base, logits.dtype, logits.device)[beyond]
 
 
