@@ -102,6 +102,8 @@ class _Handler(BaseHTTPRequestHandler):
         self.send_header("Content-Type", "text/event-stream")
         if how == "torn":
             self.send_header("Content-Length", "100000")
+        if how == "not zipped":
+            self.send_header("Content-Encoding", "gzip")
         self.end_headers()
         try:
             self._stream(how)
@@ -112,6 +114,8 @@ class _Handler(BaseHTTPRequestHandler):
     def _stream(self, how: str) -> None:
         if how == "garbage":
             return self._line("data: <html>it works</html>")
+        if how == "deep":
+            return self._line("data: " + "[" * 100_000)
         if how == "silent":
             self.rfile.read(1)  # until the client hangs up
             self.server.left.set()
@@ -131,6 +135,9 @@ class _Handler(BaseHTTPRequestHandler):
                 self.wfile.write(b"x" * (1 << 20))
         if how == "separators":
             self._line('data: {"choices": [{"delta": {"content": "a\u2028b\x85c "}}]}')
+        if how == "halves":
+            self._line(r'data: {"choices": [{"delta": {"content": "\udc00\ud83d"}}]}')
+            self._line(r'data: {"choices": [{"delta": {"content": "\ude00 "}}]}')
         if how == "thinks":
             self._data({"reasoning_content": "hmm, "})
             self._data({"reasoning_content": "wells"})

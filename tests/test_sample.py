@@ -129,7 +129,12 @@ def dry(ids: Sequence[int], sampler: Sampler) -> dict[int, float]:
 
 
 @settings(max_examples=150, deadline=None)
-@given(st.lists(st.integers(0, 3), max_size=40), st.integers(1, 3), st.sampled_from([0, 1, 17]), st.booleans())
+@given(
+    st.lists(st.integers(0, 3), max_size=40),
+    st.sampled_from([1, 2, 3, 10**30]),
+    st.sampled_from([0, 1, 17]),
+    st.booleans(),
+)
 def test_dry_is_what_its_definition_says(ids: list[int], allowed: int, last: int, breaks: bool) -> None:
     sampler = Sampler(
         dry_multiplier=0.8, dry_allowed_length=allowed, dry_range=last, dry_breakers=frozenset({3} if breaks else ())

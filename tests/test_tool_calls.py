@@ -137,6 +137,7 @@ WRONG = {
     "twice": [TOOLS[1], TOOLS[1]],
     "description": [{"type": "function", "function": {"name": "f", "description": 5}}],
     "schema": [{"type": "function", "function": {"name": "f", "parameters": {"type": "string"}}}],
+    "fields": [{"type": "function", "function": {"name": "f", "parameters": {"type": "object", "properties": ["a"]}}}],
 }
 
 
@@ -166,7 +167,8 @@ def test_calls_are_no_text_and_all_else_is():
     assert pieces("Let me see.", *call)[0] == "Let me see."
     assert pieces("Let me see.", *call)[1] == ["now"]
     assert pieces(*call, *call)[1] == ["now", "now"]
-    for other in (("a", "<tool", "s>"), ("<tool_call>", "is a tag"), ("<tool_call>", '{"name": "other"}'), call[:1]):
+    others = (("a", "<tool", "s>"), ("<tool_call>", "is a tag"), call[:1])
+    for other in (*others, *(("<tool_call>", f'{{"name": {name}}}') for name in ('"other"', "{}", "[1]", "null"))):
         assert pieces(*other) == ("".join(other), [])
 
 

@@ -48,9 +48,9 @@ class Server:
 
     def __post_init__(self) -> None:
         try:
-            parts = urlsplit(self.url)
+            parts, _ = urlsplit(self.url), httpx2.URL(self.url)  # each refuses what the other takes
             is_usable = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
-        except ValueError:
+        except (ValueError, httpx2.InvalidURL):
             is_usable = False
         if not is_usable or not self.url.isprintable() or set("@?# ") & set(self.url):
             what = f"{self.url!r} is not http:// or https:// with a host, and without user name and query"
@@ -74,8 +74,8 @@ class Server:
                     wait = wait if error.after is None else error.after
                     if attempt == self.tries or error.status not in BUSY or wait > LATEST:
                         raise
-                except (httpx2.TransportError, TimeoutError) as error:
-                    if has_begun or attempt == self.tries or isinstance(error, TimeoutError):
+                except (httpx2.RequestError, TimeoutError) as error:
+                    if has_begun or attempt == self.tries or isinstance(error, TimeoutError | httpx2.DecodingError):
                         raise self._lost(error, seconds, has_begun) from None
                 finally:
                     runner.run(lines.aclose())

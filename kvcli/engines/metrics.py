@@ -5,21 +5,19 @@ from __future__ import annotations
 import re
 from collections import defaultdict
 from collections.abc import Mapping
-from contextlib import suppress
 from pathlib import Path
 
 import tomli
 
 TABLE = tomli.loads(Path(__file__).with_suffix(".toml").read_text(encoding="utf-8"))
-_SAMPLE = re.compile(r"^([a-zA-Z_:][\w:]*)(?:\{.*\})?[ \t]+([-+.\w]+)", re.MULTILINE)
+_SAMPLE = re.compile(r"(?m)^([a-zA-Z_:][\w:]*)(?:\{.*\})?[ \t]+([-+]?(?:\d+\.?\d*|\.\d+)(?:[eE][-+]?\d+)?)(?!\S)")
 
 
 def parsed(text: str) -> Mapping[str, float]:
     """Return the values of the text format of Prometheus by name, each summed over its labels, such as engine ranks."""
     values = defaultdict[str, float](float)
     for name, number in _SAMPLE.findall(text):
-        with suppress(ValueError):
-            values[name] += float(number)
+        values[name] += float(number)
     return dict(values)
 
 

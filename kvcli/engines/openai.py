@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from kvcli.settings.profile import Profile
 
 Answering = Generator[Event, Any, Turn]
+UNREADABLE = (ValueError, LookupError, TypeError, AttributeError, RecursionError)  # of JSON in another form
 BYTES = 3  # of a token, in estimates of a prompt; ordinary text has about 4
 UNKNOWN = 1 << 31  # context window of a server that does not tell it, in tokens
 OWN = {"thinking.mode", "context.limit", "context.reserve", "context.on_overflow"}  # keys that are followed here
@@ -81,7 +82,7 @@ class Endpoint:
             entries: dict[str, dict[str, Any]] = {str(one["id"]): one | (one.get("meta") or {}) for one in listed}
         except Refused as error:
             raise refusal(server, error) from None
-        except (ValueError, LookupError, TypeError):
+        except UNREADABLE:
             raise _garbage(server, "its list of models cannot be read") from None
         plain = [name for name in entries if name.rpartition(":")[0] not in entries]
         name = wanted or (plain[0] if len(plain) == 1 else None)
@@ -175,6 +176,7 @@ class _Answer:
     cancel: Cancel
     text: str = ""
     thinking: str = ""
+    half: str = ""  # surrogate at the end of a piece, whose other half begins the next one
     finish: str = ""
     usage: dict[str, Any] = field(default_factory=dict)
 
@@ -208,9 +210,10 @@ class _Answer:
             choice = (chunk.get("choices") or [{}])[0]
             delta = choice.get("delta") or {}
             text, thought = delta.get("content") or "", delta.get("reasoning_content") or delta.get("reasoning") or ""
+            (text, self.half), (thought, _) = _whole(self.half + text), _whole(thought)
             self.text, self.thinking = self.text + text, self.thinking + thought
             self.finish = str(choice.get("finish_reason") or self.finish)
-        except (ValueError, LookupError, TypeError, AttributeError):
+        except UNREADABLE:
             raise _garbage(self.endpoint.server, f"a line cannot be read: {data[:60]!r}") from None
         if chunk.get("error"):
             said = _said(self.endpoint.server, json.dumps(chunk))
@@ -231,6 +234,12 @@ class _Answer:
         stats.thinking = n.get("reasoning_tokens", stats.thinking)
         stats.accepted_tokens = n.get("accepted_prediction_tokens", 0)
         stats.draft_tokens = stats.accepted_tokens + n.get("rejected_prediction_tokens", 0)
+
+
+def _whole(text: str) -> tuple[str, str]:
+    """Return the text with pairs of surrogates joined, and apart the first half of a pair at its end."""
+    n = len(text) - ("\ud800" <= text[-1:] < "\udc00")
+    return text[:n].encode("utf-16-le", "surrogatepass").decode("utf-16-le", "replace"), text[n:]
 
 
 def translated(endpoint: Endpoint, profile: Profile) -> tuple[dict[str, Any], EngineFacts]:
@@ -274,7 +283,7 @@ def refusal(server: Server, error: Refused, endpoint: Endpoint | None = None, pr
 
 def _said(server: Server, body: str) -> str:
     """Return the beginning of the server's words, on one line and without the key."""
-    with suppress(ValueError, LookupError, TypeError, RecursionError):
+    with suppress(*UNREADABLE):
         body = str(error := json.loads(body)["error"])  # vLLM refuses a key in one word
         body = str(error["message"])  # as the OpenAI API writes errors
     words = " ".join(body.split())[:300]

@@ -45,13 +45,15 @@ def check_tools(found: object, name: str) -> list[dict[str, Any]]:
         function = tool.get("function") if isinstance(tool, dict) and tool.get("type") == "function" else None
         function = function if isinstance(function, dict) else {}
         called, parameters = function.get("name"), function.get("parameters", {"type": "object"})
+        is_object = isinstance(parameters, dict) and parameters.get("type") == "object"
+        fields = parameters.get("properties", {}) if is_object else None
         if not function:
             wrong = f'entry {i + 1} is not {{"type": "function", "function": ...}}'
         elif not isinstance(called, str) or not _TOOL.fullmatch(called) or called in seen:
             wrong = f"entry {i + 1} has no name of its own of letters, digits, _, - and .: {str(called)[:40]}"
         elif not isinstance(function.get("description", ""), str):
             wrong = f"the description of {called} is not a text"
-        elif not isinstance(parameters, dict) or parameters.get("type") != "object":
+        elif not isinstance(fields, dict):
             wrong = f"the parameters of {called} are not a JSON schema of type object"
         seen.add(str(called))
     if wrong:
@@ -120,7 +122,7 @@ class CallSyntax:
         return [
             (blake2b(f"{i}{text}".encode()).hexdigest()[:9], name, arguments)
             for i, (name, arguments) in enumerate(found)
-            if name in known and isinstance(arguments, dict) and is_json(arguments)
+            if isinstance(name, str) and name in known and isinstance(arguments, dict) and is_json(arguments)
         ]
 
     def _objects(self, text: str) -> Iterator[tuple[Any, Any]]:

@@ -116,6 +116,8 @@ def test_figures_since_the_start_and_between_two_looks() -> None:
         ("llamacpp:requests_deferred 1", "waiting", 1),
         ("sglang:time_to_first_token_seconds_sum 3\nsglang:time_to_first_token_seconds_count 2", "first_token", 1.5),
         ("other:thing 1", "running", None),
+        ('vllm:num_requests_running{engine="0"} NaN', "running", None),
+        ("vllm:kv_cache_usage_perc +Inf 12", "kv", None),
         ("", "tok_s", None),
     ],
 )

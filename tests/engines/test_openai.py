@@ -150,6 +150,8 @@ def test_a_profile_of_the_server_is_chosen_and_its_promise_told(shell: Shell) ->
         (["401 after vLLM"], 7, "engine_key", "  Unauthorized\n"),
         (["429 after 900"], 7, "engine_busy", "is busy (429)"),
         (["garbage"], 7, "engine_garbage", "it works"),
+        (["deep"], 7, "engine_garbage", "a line cannot be read"),
+        (["not zipped"], 7, "engine_unreachable", "while decompressing"),
         (["fails"], 7, "engine_failed", "out of memory"),
         (["dropped"], 7, "engine_lost", "after 17 characters"),
         (["torn"], 7, "engine_lost", "was lost during its answer"),
@@ -237,6 +239,11 @@ def test_only_a_line_feed_ends_a_line_and_no_line_is_endless(engine: FakeEngine)
         ask(session(engine, tries=1))
 
 
+def test_a_character_in_two_pieces_is_put_together(engine: FakeEngine) -> None:
+    engine.behaviours = ["halves"]
+    assert ask(session(engine)).text == f"\N{REPLACEMENT CHARACTER}\N{GRINNING FACE} {WELL}"
+
+
 def test_thoughts_are_apart(engine: FakeEngine) -> None:
     engine.behaviours = ["thinks"]
     turn = ask(session(engine))
@@ -264,7 +271,8 @@ def test_the_key_is_private_and_in_no_message(shell: Shell) -> None:
 
 
 @pytest.mark.parametrize(
-    "url", ["ftp://h", "http://", "http://u:p@h/v1", "http://h/v1?k=1", "http://h:0", "http://a b", "h"]
+    "url",
+    ["ftp://h", "http://", "http://u:p@h/v1", "http://h/v1?k=1", "http://h:0", "http://a b", "http://\u2603.net", "h"],
 )
 def test_addresses_are_checked(shell: Shell, url: str) -> None:
     assert shell("chat", "--engine", "openai", "--base-url", url, "-p", "Hi") == 2

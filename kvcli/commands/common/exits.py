@@ -196,6 +196,9 @@ def report_usage_error(world: Environment, args: Sequence[str], problem: Any) ->
     message = message.replace("Value error, ", "").strip().rstrip(".")  # added by the validator in the parser
     if not message:  # a group without a command: its help was printed
         return ExitStatus.USAGE
+    if (wrong := getattr(problem.__cause__, "errors", None)) is not None:  # pydantic's, whose words lack the value
+        kind = {"int_parsing": "a whole number", "float_parsing": "a number"}.get(wrong()[0]["type"])
+        message = f"{problem.param.opts[0]} takes {kind}, not {wrong()[0]['input']!r}" if kind else message
     context = getattr(problem, "ctx", None)
     path = context.command_path if context is not None else "kvcli"
     params, typed = context.command.params if context is not None else [], f"{' '.join(args)} ".replace("=", " ")
@@ -301,20 +304,13 @@ def machine_gave_out(error: Exception) -> KvcliError | None:
     name = getattr(error, "filename2", None) or getattr(error, "filename", None)
     if number in CROWDED:
         try_ = ["ulimit -n 1024", "ulimit -u shows your limit of processes"]
-        return DoesNotFit(
-            f"the limit of open files or processes is reached: {first}", code="too_few_handles", try_=try_
-        )
+        said = f"the limit of open files or processes is reached: {first}"
+        return DoesNotFit(said, code="too_few_handles", try_=try_)
     if number == errno.ENAMETOOLONG:
-        return BadInput(
-            f"a name is too long for this file system: {str(name)[:200]}",
-            code="name_too_long",
-            try_=["a shorter name", "kvcli doctor lists the folders in use"],
-        )
-    if (
-        is_out_of_memory(error)
-        or number == errno.ENOMEM
-        or (isinstance(error, ImportError) and "failed to map" in first)
-    ):
+        try_ = ["a shorter name", "kvcli doctor lists the folders in use"]
+        return BadInput(f"a name is too long for this file system: {str(name)[:200]}", code="name_too_long", try_=try_)
+    is_unmapped = isinstance(error, ImportError) and "failed to map" in first
+    if is_out_of_memory(error) or number == errno.ENOMEM or is_unmapped:
         smaller = ["a smaller --ctx", "--quant int8", "close other programs"]
         return DoesNotFit("out of memory", code="out_of_memory", lines=[first] if first else [], try_=smaller)
     if isinstance(error, OSError) and error.errno in FULL:

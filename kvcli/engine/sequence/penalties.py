@@ -29,7 +29,8 @@ def penalize_repeats(logits: Tensor, repeats: Tensor, multiplier: float, base: f
 
     `repeats` [N, V]: the lengths. DRY, by p-e-w (text-generation-webui #5677), as in llama.cpp.
     """
-    return logits - _by_length(multiplier, base, allowed, logits.dtype, logits.device)[repeats]
+    beyond = (repeats - min(allowed - 1, 1 << 31)).clamp_min(0)  # 1 for a repetition of `allowed` tokens
+    return logits - _by_length(multiplier, base, logits.dtype, logits.device)[beyond]
 
 
 def longest_repeat(base: float, allowed: int) -> int:
@@ -38,11 +39,11 @@ def longest_repeat(base: float, allowed: int) -> int:
 
 
 @lru_cache(maxsize=8)
-def _by_length(multiplier: float, base: float, allowed: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Return the penalty by length. A table, because a power may differ in its last bit among vectors of other
-    lengths."""
-    powers = [multiplier * base**n for n in range(longest_repeat(base, allowed) - allowed + 1)]
-    return torch.tensor([0.0] * allowed + powers, dtype=dtype, device=device)
+def _by_length(multiplier: float, base: float, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Return the penalty by tokens beyond the allowed ones, after that of shorter repetitions, 0. A table, because a
+    power may differ in its last bit among vectors of other lengths."""
+    powers = [multiplier * base**n for n in range(longest_repeat(base, 0) + 1)]
+    return torch.tensor([0.0, *powers], dtype=dtype, device=device)
 
 
 def add_bias(logits: Tensor, bias: tuple[tuple[int, float], ...]) -> Tensor:
