@@ -423,7 +423,7 @@ def test_what_those_who_come_back_cannot_read_is_refused(other: str, changes: di
 
 
 def test_a_vector_dearer_than_what_it_spares_is_said() -> None:
-    """One KV head of 16 in each of four layers takes 128 numbers, and a hidden vector 48 or 160."""
+    """One KV head of 16 in each of two layers takes 64 numbers, and a hidden vector 48 or 160."""
     back = settings(scope="prefill+decode")
     told = []
     for hidden in (48, 160):
@@ -431,10 +431,4 @@ def test_a_vector_dearer_than_what_it_spares_is_said() -> None:
         told.append(back.describe(model))
         assert "spares" not in settings().describe(model)
     assert "to save" not in told[0]
-    assert "takes 160 numbers to save 128" in told[1]
-    assert "nor one of the last 4" in told[0]
-
-
-def test_a_model_of_few_layers_has_none_from_which_they_come_back() -> None:
-    with pytest.raises(BadModel, match="prune"):
-        settings(scope="prefill+decode").cuts(lm("llama"))
+    assert "takes 160 numbers to save 64" in told[1]
