@@ -59,7 +59,7 @@ SCHEDULE = ("start_prune_layer", "end_prune_layer", "num_prune", "start_keep_rat
 GUARD = ("recent", "sinks", "protect", "min_prompt")
 SPARED = 64  # newest tokens that `compressed` leaves as they are: the question
 PART = 512  # rows of a pass whose logits it reads
-WARM = 1100  # tokens of the first reading, which does not count
+WARM = 260  # tokens of the first reading, which does not count: gates are put up
 THEIRS = ("sdpa", "eager")  # attentions of transformers
 
 Table = dict[str, Any]
@@ -78,9 +78,10 @@ def mean_kept(table: Table, lm: Any) -> float:
     return fmean(shares)
 
 
-def sides_of(budget: str, lm: Any, only: Sequence[str]) -> dict[str, Table]:
+def sides_of(budget: str, lm: Any, only: Sequence[str], min_prompt: int) -> dict[str, Table]:
     """Tables of [prune] by name, all of the cost that the profile of this name has."""
     own = vars(Profile.load(budget).prune.settings)
+    own |= {"min_prompt": min(min_prompt, own["min_prompt"])}
     guard = {name: own[name] for name in GUARD}
     schedule = guard | {name: own[name] for name in SCHEDULE}
     n, cost = lm.n_layers, mean_kept(schedule, lm)
@@ -88,6 +89,8 @@ def sides_of(budget: str, lm: Any, only: Sequence[str]) -> dict[str, Table]:
     found: dict[str, Table] = {
         "lazy": {"method": "lazy", **own},
         "lazy, one row": {"method": "lazy", **schedule},
+        "lazy, peak": {"method": "lazy", **own, "heads": "max"},
+        "lazy, peak of 5": {"method": "lazy", **own, "heads": "max", "score_layers": 5},
         "lazy, back": {"method": "lazy", **own, **back},
         "lazy, back, selected": {"method": "lazy", **own, **back, "attend_to": "selected"},
         "chunked": {"method": "chunked", **schedule, **{name: own[name] for name in ("score_queries", "pool")}},
@@ -103,7 +106,9 @@ def sides_of(budget: str, lm: Any, only: Sequence[str]) -> dict[str, Table]:
         if (upper := cost * n - below) > 0:
             share = upper / (n if more.get("again") else n - below)
             found[name] = {"method": "cut", "layer": depth, "keep": max(0.01, share), **guard, **more}
-    return {f"{budget}: {name}": table for name, table in found.items() if name in (only or found)}
+    chosen = {name: table for name, table in found.items() if not only or {name, f"{budget}: {name}"} & {*only}}
+    first = {repr(table): name for name, table in reversed(chosen.items())}  # a profile may have the settings of a side
+    return {f"{budget}: {name}": table for name, table in chosen.items() if first[repr(table)] == name}
 
 
 def compressed(model: Any, ids: list[int], share: float) -> list[int]:
@@ -204,7 +209,9 @@ def prune(
     tokens: int = 4096,
     n: Annotated[int, "lookups of a kind; half as many of what else is asked"] = 20,
     budgets: Words = ("lazy", "lazy-fast"),
-    sides: Annotated[str, "only these, such as lazy+random"] = "",
+    sides: Annotated[str, "only these, such as lazy+lazy-fast: random"] = "",
+    kinds: Annotated[Words, "only these: lookup, prose, summary"] = (),
+    min_prompt: Annotated[int, "pruned from so many tokens on, or as the profile says"] = 1024,
     hf: Annotated[int, "prompts that transformers reads as well"] = 3,
     threads: int = 0,
 ) -> Rows:
@@ -216,18 +223,18 @@ def prune(
         files = convert.convert_if_needed(given, "bf16", Path(folder), packs=False)
         whole = load(str(files.path), "exact", {"load.threads": threads})
         ask = {"demo": prune_asked.of_demo, "random-152M": prune_asked.plain}.get(model, prune_asked.of_suite)
-        asked = list(ask(whole, tokens, n))
+        asked = [one for one in ask(whole, tokens, n) if one.kind in (kinds or (one.kind,))]
         other = load_hf(files, whole.profile, Path(folder)) if hf else None
         tables: dict[str, Table | None] = {"exact": None}
         for budget in budgets:
-            tables |= sides_of(budget, whole.lm, sides.split("+") if sides else ())
+            tables |= sides_of(budget, whole.lm, sides.split("+") if sides else (), min_prompt)
         shares = {side: table["compress"] for side, table in tables.items() if table and "compress" in table}
         models = {
             side: whole if table is None or side in shares else whole.with_profile(whole.profile.replace(exactness="approx", prune=table))
             for side, table in tables.items()
         }
         found: dict[str, list[Took]] = {side: [] for side in (*tables, *(THEIRS if hf else ()))}
-        for side in found:  # gates are put up, and memory is taken
+        for side in found:
             warm = replace(asked[0], ids=asked[0].ids[-WARM:], new=1, follow=())
             theirs(other, side, warm.ids) if side in THEIRS else answered(models[side], warm, shares.get(side))
         for i, one in enumerate(asked):

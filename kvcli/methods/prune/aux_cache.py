@@ -9,7 +9,7 @@ KV cache of a layer has only what its rows attend to; it returns as it is when i
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING
@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from kvcli.engine.prefill.layerwise import LayerwisePrefill, Stopped
     from kvcli.engine.sequence.session import GenerationSession
     from kvcli.kv.slots import KVCache
+    from kvcli.methods.prune.lazy import Revival
     from kvcli.methods.prune.protected_tokens import PruneSettings
 
 AT_ONCE = 256  # tokens revived together up to the last layer: each has a mask over all slots
@@ -50,7 +51,7 @@ class AuxCache(PrunedPrefill):
         lm: LM,
         pruning: PruneSettings,
         interval: int,
-        revival: Callable[[LM, KVCache, AuxCache], Choose],
+        revival: Callable[[LM, KVCache, AuxCache], Revival],
         *,
         revives_before_prompt: bool,
         selects: bool = False,
@@ -74,6 +75,11 @@ class AuxCache(PrunedPrefill):
     def positions(self) -> list[int]:
         """Positions of all deferred tokens, rising."""
         return sorted(p for pos, _ in self._at.values() for p in pos)
+
+    @property
+    def layers(self) -> Iterable[int]:
+        """Layers before which deferred tokens stopped."""
+        return self._at.keys()
 
     @property
     def depth(self) -> Mapping[int, int]:
@@ -124,8 +130,9 @@ class AuxCache(PrunedPrefill):
         is_due = self.has_deferred and point.phase != "reading" if self._selects else self and point.phase == "answering"
         if is_due and not (n - point.n_prompt) % self._interval:
             self.is_torn = self._selects  # if the pass fails midway, layers differ in what is selected
-            revival_pass = RevivalPass(self._lm, point.kv, [*point.ids, point.pending], self, [n])
-            yield from revival_pass.run(self._revival(self._lm, point.kv, self))
+            choose = self._revival(self._lm, point.kv, self)
+            ids = [*point.ids, point.pending]
+            yield from RevivalPass(self._lm, point.kv, ids, self, choose.cuts, [n]).run(choose)
         point.end = min([point.end, *self.positions[:1]])
 
     def revive_all(self, kv: KVCache, ids: Sequence[int]) -> Passes[None]:
@@ -204,7 +211,8 @@ class AuxCache(PrunedPrefill):
         return [*stopped, *(replace(use, tier="deferred") for use in resting)]
 
 
-# Revival of deferred tokens in passes of one layer each. Each row attends only to positions before its own.
+# Revival of deferred tokens, in one pass for the layers between two at which tokens are selected or stopped. Each row
+# attends only to positions before its own.
 
 
 # positions that continue, positions to revive, and the positions [n] bool to which rows attend from here on (None = as
@@ -215,11 +223,21 @@ Choose = Callable[[int, ActiveRows, Sequence[int]], Selection]  # a layer, the r
 
 class RevivalPass:
     """A revival pass of deferred tokens. The new KV is committed after the last layer. Layers with no active rows are
-    skipped."""
+    skipped, and the last ones also if only tokens run there whose KV is not committed."""
 
-    def __init__(self, lm: LM, kv: KVCache, ids: Sequence[int], aux_cache: AuxCache, pos: Sequence[int] = ()) -> None:
-        """`pos`: rising positions in `ids` of tokens that start at the first layer; their KV is not committed."""
+    def __init__(
+        self,
+        lm: LM,
+        kv: KVCache,
+        ids: Sequence[int],
+        aux_cache: AuxCache,
+        cuts: Iterable[int] = (),
+        pos: Sequence[int] = (),
+    ) -> None:
+        """`cuts`: layers before which tokens are selected. `pos`: rising positions in `ids` of tokens that start at the
+        first layer; their KV is not committed."""
         self._lm, self._kv, self._ids, self._aux_cache = lm, kv, ids, aux_cache
+        self._starts = sorted({0, *cuts, *aux_cache.layers})
         self._pos, self._hidden = list(pos), torch.empty(0)  # positions and hidden states of active rows
         self._guests = len(pos)  # number of tokens in `pos`, the newest rows
         self._came = set[int]()
@@ -228,11 +246,12 @@ class RevivalPass:
         self._made: list[tuple[Rows, ForwardResult]] = []
 
     def run(self, choose: Choose) -> Passes[None]:
-        """Run one pass per layer, then commit the new KV."""
-        for layers in layer_groups(self._lm.shapes):
+        """Run the passes, then commit the new KV."""
+        for layers in map(range, self._starts, [*self._starts[1:], self._lm.n_layers]):
             if layers.start:
                 self._enter(layers, choose)
-            if not (n := len(self._pos)):
+            n, is_last = len(self._pos), layers.stop == self._lm.n_layers
+            if not n or (is_last and n == self._guests):
                 continue
             rows = replace(Rows.chain([self._ids[p] for p in self._pos], 0), pos=list(self._pos))
             given = self._hidden if layers.start else None

@@ -13,7 +13,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Annotated, Literal
 
 from kvcli.kv.footprint import Footprint, ModelSizes
-from kvcli.methods.prune.layer_pruner import LayerPruner, attention_mass, highest, pooled
+from kvcli.methods.prune.layer_pruner import LayerPruner, attention_mass, highest
 from kvcli.methods.prune.schedule import Schedule
 from kvcli.settings.profile import KV_OF_ALL, NOT_WHOLE, Needs
 from kvcli.settings.schema import Range
@@ -40,6 +40,8 @@ class LazyLLM(Schedule):
 
     score_queries: Annotated[int, Range(1)] = 1  # newest tokens whose queries score the others
     pool: Annotated[int, Range(1)] = 1  # active neighbours over which scores are max-pooled; odd (FastKV)
+    heads: Literal["mean", "max"] = "mean"  # how attention of query heads makes a score; max = of the one that most looks
+    score_layers: Annotated[int, Range(1)] = 1  # layers below whose scores are combined, by their maximum
     mass: Annotated[float, Range(0, below=1)] = 0.0  # minimum share of attention that continuing tokens have; 0 = any
     scope: Literal["prefill", "prefill+decode"] = "prefill"  # drop tokens for good, or revive them while answering
     revive_max: Annotated[int, Range(0)] = 32  # tokens revived per pass, at most
@@ -93,11 +95,15 @@ class LazyLLM(Schedule):
             return None
         n = rows.n_rows if self.ratio_of == "prompt" else 0
         judge = partial(self._judge, lm, cache, rows)
-        return LayerPruner(self.cuts(lm), judge, must, n, mass=self.mass)
+        return LayerPruner(self.cuts(lm), judge, must, n, mass=self.mass, n_layers=self.score_layers, pool=self.pool)
 
     def _judge(self, lm: LM, cache: KVCache, rows: Rows, layer: int, live: ActiveRows) -> Tensor:
-        scores = attention_mass(lm, cache, layer, live, rows.pos, min(self.score_queries, rows.n_rows))
-        return pooled(scores[[rows.pos[row] for row in live.rows]], self.pool)
+        import torch
+
+        if lm.windows[layer] is not None:  # one of several scoring layers; the one below a cut attends to the whole text
+            return torch.zeros(len(live.rows), device=live.queries.device)
+        scores = attention_mass(lm, cache, layer, live, rows.pos, min(self.score_queries, rows.n_rows), self.heads)
+        return scores[[rows.pos[row] for row in live.rows]]
 
     def companion(self, lm: LM) -> PrunedPrefill:
         """Return the companion of a sequence that prunes its prompts, and with `scope` revives tokens."""
@@ -121,16 +127,16 @@ class Revival:
 
     def __init__(self, lazy: LazyLLM, lm: LM, cache: KVCache, aux_cache: AuxCache) -> None:
         self._lazy, self._lm, self._cache, self._aux_cache = lazy, lm, cache, aux_cache
-        self._cuts = lazy.cuts(lm)
+        self.cuts = lazy.cuts(lm)
 
     def __call__(self, layer: int, live: ActiveRows, pos: Sequence[int]) -> Selection:
         """Return the positions `pos` that continue (the newest always does), and the deferred positions to revive."""
         waiting, lazy, selects = self._aux_cache.at(layer), self._lazy, self._lazy.attend_to == "selected"
-        if layer not in self._cuts or not (waiting or len(pos) > 1 or selects):
+        if layer not in self.cuts or not (waiting or len(pos) > 1 or selects):
             return pos, (), None
         mass = attention_mass(self._lm, self._cache, layer - 1, live, pos)
         of = len(mass) if lazy.ratio_of == "prompt" else int((mass > 0).sum())
-        order = highest(mass, math.ceil(self._cuts[layer] * of), lazy.mass)
+        order = highest(mass, math.ceil(self.cuts[layer] * of), lazy.mass)
         import torch
 
         selected = None
