@@ -106,7 +106,9 @@ def sides_of(budget: str, lm: Any, only: Sequence[str], min_prompt: int) -> dict
         if (upper := cost * n - below) > 0:
             share = upper / (n if more.get("again") else n - below)
             found[name] = {"method": "cut", "layer": depth, "keep": max(0.01, share), **guard, **more}
-    chosen = {name: table for name, table in found.items() if not only or {name, f"{budget}: {name}"} & {*only}}
+    asked = {name.replace(" ", "").replace(",", "-") for name in only}
+    plain = {name: name.replace(" ", "").replace(",", "-") for name in found}
+    chosen = {n: found[n] for n, name in plain.items() if not only or {name, f"{budget}:{name}"} & asked}
     first = {repr(table): name for name, table in reversed(chosen.items())}  # a profile may have the settings of a side
     return {f"{budget}: {name}": table for name, table in chosen.items() if first[repr(table)] == name}
 
@@ -178,9 +180,10 @@ def theirs(model: Any, attention: str, ids: list[int]) -> Took:
 def row_of(side: str, table: Table | None, asked: list[Asked], found: dict[str, list[Took]]) -> Table:
     """What one side made of everything, beside reading all of it."""
     mine, whole = found[side], found["exact"]
-    kept = fmean(of["kept"] for of in mine)
+    share = (table or {}).get("compress", 1.0)  # of the prompt; the rest is read once, for its self-information
+    kept = share * fmean(of["kept"] for of in mine)
     row: Table = {"side": side, "kept": kept, "expected": 1 / kept}
-    row["but the last"] = 1 / fmean(of["kept_below"] for of in mine)
+    row["but the last"] = 1 / share / fmean(of["kept_below"] for of in mine)
     row["reading"] = gain("read", whole, mine)
     row["first token"] = gain("first", whole, mine)
     both = [(a, b) for a, b in zip(whole, mine, strict=True) if "each" in a and "each" in b]
@@ -209,7 +212,7 @@ def prune(
     tokens: int = 4096,
     n: Annotated[int, "lookups of a kind; half as many of what else is asked"] = 20,
     budgets: Words = ("lazy", "lazy-fast"),
-    sides: Annotated[str, "only these, such as lazy+lazy-fast: random"] = "",
+    sides: Annotated[str, "only these, such as lazy+lazy-fast:lazy-back"] = "",
     kinds: Annotated[Words, "only these: lookup, prose, summary"] = (),
     min_prompt: Annotated[int, "pruned from so many tokens on, or as the profile says"] = 1024,
     hf: Annotated[int, "prompts that transformers reads as well"] = 3,
