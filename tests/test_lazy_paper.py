@@ -48,7 +48,7 @@ def read(s: GenerationSession, ids: list[int]) -> GenerationSession:
 
 
 class Paper:
-    """LazyLLM by the paper's text: every pass prunes progressively from all tokens, by the attention of its newest token
+    """LazyLLM by the paper's text: every pass prunes progressively from all tokens, by the attention of its newest one
     in the layer below; a pruned token's hidden state waits, and is taken up where it is chosen again."""
 
     def __init__(self, model: LM, cuts: dict[int, float]) -> None:
@@ -78,7 +78,9 @@ class Paper:
                 carried = sorted({*(p for p in carried if p in chosen), *back})
             x, at = torch.stack([h[p] for p in carried]), layer.self_attn
             normed = layer.input_layernorm(x)
-            q, k, v = (f(normed).unflatten(-1, (-1, at.head_dim)).transpose(0, 1) for f in (at.q_proj, at.k_proj, at.v_proj))
+            q, k, v = (
+                f(normed).unflatten(-1, (-1, at.head_dim)).transpose(0, 1) for f in (at.q_proj, at.k_proj, at.v_proj)
+            )
             cos, sin = inner.rotary_emb(x, torch.tensor([carried]))
             q, k = (t[0] for t in apply_rotary_pos_emb(q[None], k[None], cos, sin))
             self.kv[i] |= {p: (k[:, j], v[:, j]) for j, p in enumerate(carried)}
@@ -109,7 +111,9 @@ def test_it_writes_what_the_papers_rule_writes(seed: int) -> None:
         torch.testing.assert_close(run_to_end(s.step()).logits[0], logits, rtol=0, atol=1e-9)
     assert plain.revived > STEPS
     assert plain.rested > STEPS
-    run_to_end(s.complete())  # what rests is there again: every token has its layers, those that the paper's has or more
+    run_to_end(
+        s.complete()
+    )  # what rests is there again: every token has its layers, those that the paper's has or more
     aux = s.find(AuxCache)
     assert aux is not None
     for layer in range(LAYERS):

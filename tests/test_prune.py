@@ -117,7 +117,13 @@ def test_those_that_the_end_looks_at_go_on(chunk: int) -> None:
 def test_the_head_that_most_looks_in_any_of_several_layers_decides() -> None:
     """By hand: a token's score is its highest attention from any head of the layers between two cuts."""
     model, ids = make.model("llama", torch.float64, num_hidden_layers=6), families.prompt(N + 1)
-    one = {"start_prune_layer": 0.5, "end_prune_layer": 0.5, "num_prune": 1, "start_keep_ratio": 0.2, "end_keep_ratio": 0.2}
+    one = {
+        "start_prune_layer": 0.5,
+        "end_prune_layer": 0.5,
+        "num_prune": 1,
+        "start_keep_ratio": 0.2,
+        "end_keep_ratio": 0.2,
+    }
     (made,) = run([ForwardRequest(model, Rows.chain(ids[:N], 0), make.dense(model), record_queries=[N - 1])])
     shares = []
     for layer in range(3):

@@ -4,16 +4,16 @@
     python tests/bench/prune.py --model smollm2-135m
     python tests/bench/prune.py --model random-152M --tokens 16384 --n 3 --hf 0
 
-Every method stands at the cost of a profile, its budget: the mean share of the tokens that a layer is given. Beside it
-stand the baselines of LazyLLM's paper: `random` leaves as many behind by lot, `static` cuts once, by the attention of an
-early layer, and `compressed` reads the whole prompt for each token's self-information and then anew only the tokens that
-have most of it (Selective Context, Li et al., EMNLP 2023, by tokens instead of phrases). What is asked stands in prune_asked.py; the random model is timed
-alone. Greedy, without drafts, sides by turns, in turned order; all compute with the same weights, those of a GGUF file
-unpacked to 16 bits. "kept" counts the rows that layers were given in fact, a look ahead included, so 1 / kept is the
-speed-up to expect of reading ("expected"); "but the last" is that without the last layer, of which reading needs keys
-and values alone. The first `--hf` prompts are read by transformers as well, in one pass with either of its attentions. "a token" is the speed of decoding.
-Speeds are medians over prompts with their quartiles, points lost have 95% ranges by a paired bootstrap over prompts.
-
+Every method stands at the cost of a profile, its budget: the mean share of the tokens that a layer is given. Beside
+it stand the baselines of LazyLLM's paper: `random` leaves as many behind by lot, `static` cuts once, by the attention
+of an early layer, and `compressed` reads the whole prompt for each token's self-information and then anew only the
+tokens that have most of it (Selective Context, Li et al., EMNLP 2023, by tokens instead of phrases). What is asked
+stands in prune_asked.py; the random model is timed alone. Greedy, without drafts, sides by turns, in turned order; all
+compute with the same weights, those of a GGUF file unpacked to 16 bits. "kept" counts the rows that layers were given
+in fact, a look ahead included, so 1 / kept is the speed-up to expect of reading ("expected"); "but the last" is that
+without the last layer, of which reading needs keys and values alone. "a token" is the speed of decoding. The first
+`--hf` prompts are read by transformers as well, in one pass with either of its attentions. Speeds are medians over
+prompts with their quartiles, points lost have 95% ranges by a paired bootstrap over prompts.
 """
 
 from __future__ import annotations
@@ -233,7 +233,9 @@ def prune(
             tables |= sides_of(budget, whole.lm, sides.split("+") if sides else (), min_prompt)
         shares = {side: table["compress"] for side, table in tables.items() if table and "compress" in table}
         models = {
-            side: whole if table is None or side in shares else whole.with_profile(whole.profile.replace(exactness="approx", prune=table))
+            side: whole
+            if table is None or side in shares
+            else whole.with_profile(whole.profile.replace(exactness="approx", prune=table))
             for side, table in tables.items()
         }
         found: dict[str, list[Took]] = {side: [] for side in (*tables, *(THEIRS if hf else ()))}

@@ -3,8 +3,8 @@
 The rows of a layer are a subset of those of the layer below, so a token has KV in its lowest layers and in none above.
 Its depth and one hidden state, the input of the next layer, are all that is stored.
 
-The paper's rows attend only to the tokens selected for their step. KV of tokens that are not selected rests here, so the
-KV cache of a layer has only what its rows attend to; it returns as it is when its token is selected again.
+The paper's rows attend only to the tokens selected for their step. KV of tokens that are not selected rests here, so
+the KV cache of a layer has only what its rows attend to; it returns as it is when its token is selected again.
 """
 
 from __future__ import annotations
@@ -127,7 +127,9 @@ class AuxCache(PrunedPrefill):
         """Revive the tokens that the pending token attends to, at this point of an answer. The pending token runs in
         the same pass; its KV is not committed. Later rows begin at the first token that remains."""
         n = len(point.ids)
-        is_due = self.has_deferred and point.phase != "reading" if self._selects else self and point.phase == "answering"
+        is_due = (
+            self.has_deferred and point.phase != "reading" if self._selects else self and point.phase == "answering"
+        )
         if is_due and not (n - point.n_prompt) % self._interval:
             self.is_torn = self._selects  # if the pass fails midway, layers differ in what is selected
             choose = self._revival(self._lm, point.kv, self)
@@ -145,7 +147,7 @@ class AuxCache(PrunedPrefill):
         return pos, [p for p in self.at(layer) if p in some], None
 
     def rest_except(self, kv: KVCache, layer: int, selected: Tensor) -> None:
-        """Leave the KV of the selected positions [n] bool in this layer; that of others rests until they are selected."""
+        """Leave the KV of the selected positions [n] bool in this layer; that of others rests until it is selected."""
         if self._resting is None:
             self._resting = Dense(self._lm.shapes, kv.dtype, self._lm.device, step=Dense.STEP // 4)
         stay, back = (selected.to(of.device)[of.long()] for of in (kv.slots(layer).pos, self._resting.slots(layer).pos))
@@ -154,9 +156,9 @@ class AuxCache(PrunedPrefill):
         kv.take(layer, returning)
 
     def _return_all(self, kv: KVCache) -> None:
-        for layer in self._lm.storing if self._resting is not None else ():
-            kv.take(layer, self._resting.slots(layer))
-        self._resting = None
+        resting, self._resting = self._resting, None
+        for layer in self._lm.storing if resting is not None else ():
+            kv.take(layer, resting.slots(layer))
 
     def remove(self, came: set[int]) -> None:
         """Remove revived tokens."""
@@ -271,8 +273,8 @@ class RevivalPass:
             fresh, queries = result.fresh[layer - 1], result.queries[-1]
         on, back, selected = choose(layer, ActiveRows(range(len(pos)), fresh, queries), pos)
         self._selected = selected if selected is not None else self._selected
-        for each in self._lm.storing if self._selected is not None else ():
-            if each in layers:
+        if self._selected is not None:
+            for each in (each for each in self._lm.storing if each in layers):
                 self._aux_cache.rest_except(self._kv, each, self._selected)
         stay = set(on)
         if out := [i for i, p in enumerate(pos) if p not in stay]:

@@ -32,8 +32,8 @@ class LayerPruner:
         pool: int = 1,
     ) -> None:
         """`cuts`: share of rows that continue, by layer, of n rows (0 = of the active rows); `mass`: least share of the
-        score sum that the continuing rows have. A row's score is its highest one in the `n_layers` layers below a cut, but
-        above the cut before, and then the highest one of `pool` neighbours, centred."""
+        score sum that the continuing rows have. A row's score is its highest one in the `n_layers` layers below a cut,
+        but above the cut before, and then the highest one of `pool` neighbours, centred."""
         self._cuts, self._judge, self._always, self._n, self._mass = cuts, judge, always, n, mass
         self._n_layers, self._pool = n_layers, pool
         self._best: Tensor | None = None  # highest scores of the active rows so far
@@ -79,8 +79,8 @@ def attention_mass(
 ) -> Tensor:
     """Return the attention in this layer to each position up to the last row's, P: [P + 1]; rows at positions `pos`.
 
-    It is the mean or maximum `over` query heads and the newest `n_scoring_rows` rows. Positions without a key in the layer
-    get 0.
+    It is the mean or maximum `over` query heads and the newest `n_scoring_rows` rows. Positions without a key in the
+    layer get 0.
     """
     import torch
 

@@ -40,7 +40,9 @@ class LazyLLM(Schedule):
 
     score_queries: Annotated[int, Range(1)] = 1  # newest tokens whose queries score the others
     pool: Annotated[int, Range(1)] = 1  # active neighbours over which scores are max-pooled; odd (FastKV)
-    heads: Literal["mean", "max"] = "mean"  # how attention of query heads makes a score; max = of the one that most looks
+    heads: Literal["mean", "max"] = (
+        "mean"  # how attention of query heads makes a score; max = of the one that most looks
+    )
     score_layers: Annotated[int, Range(1)] = 1  # layers below whose scores are combined, by their maximum
     mass: Annotated[float, Range(0, below=1)] = 0.0  # minimum share of attention that continuing tokens have; 0 = any
     scope: Literal["prefill", "prefill+decode"] = "prefill"  # drop tokens for good, or revive them while answering
@@ -100,8 +102,10 @@ class LazyLLM(Schedule):
     def _judge(self, lm: LM, cache: KVCache, rows: Rows, layer: int, live: ActiveRows) -> Tensor:
         import torch
 
-        if lm.windows[layer] is not None:  # one of several scoring layers; the one below a cut attends to the whole text
-            return torch.zeros(len(live.rows), device=live.queries.device)
+        if (
+            lm.windows[layer] is not None
+        ):  # one of several scoring layers; the one below a cut attends to the whole text
+            return torch.zeros(len(live.rows), device=cache.slots(layer).k.device)
         scores = attention_mass(lm, cache, layer, live, rows.pos, min(self.score_queries, rows.n_rows), self.heads)
         return scores[[rows.pos[row] for row in live.rows]]
 
