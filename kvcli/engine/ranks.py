@@ -81,8 +81,7 @@ class Ranks:
 
     def reduce(self, of: Tensor, over: str = "mean") -> Tensor:
         """Return the "mean" or "max" over ranks of a tensor of one shape, with the same bits on every rank."""
-        how = torch.amax if over == "max" else torch.mean
-        return of if self.n == 1 else how(torch.stack(self._gather(of)), 0)
+        return of if self.n == 1 else (torch.amax if over == "max" else torch.mean)(torch.stack(self._gather(of)), 0)
 
     def across_heads(self, share: Callable[..., Any], scored: Iterable[Scored], each: int, most: int) -> list[Tensor]:
         """Return the slots that this rank's heads keep, [K, S] by layer, when `share` divides the budget of all heads.

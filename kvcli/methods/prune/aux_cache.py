@@ -33,7 +33,6 @@ if TYPE_CHECKING:
     from kvcli.engine.prefill.layerwise import LayerwisePrefill, Stopped
     from kvcli.engine.sequence.session import GenerationSession
     from kvcli.kv.slots import KVCache
-    from kvcli.methods.prune.lazy import Revival
     from kvcli.methods.prune.protected_tokens import PruneSettings
 
 AT_ONCE = 256  # tokens revived together up to the last layer: each has a mask over all slots
@@ -51,18 +50,20 @@ class AuxCache(PrunedPrefill):
         lm: LM,
         pruning: PruneSettings,
         interval: int,
-        revival: Callable[[LM, KVCache, AuxCache], Revival],
+        cuts: Iterable[int],
+        revival: Callable[[LM, KVCache, AuxCache], Choose],
         *,
         revives_before_prompt: bool,
         selects: bool = False,
     ) -> None:
         """`interval`: tokens of an answer between two revival passes, in which `revival` makes the function that
-        selects tokens. `revives_before_prompt`: all tokens are revived before the next prompt. `selects`: rows attend
-        to selected tokens only, from the last token of a prompt on. Raises BadModel if rows cannot be stopped between
-        the layers, or if no layer can score tokens.
+        selects tokens before the layers `cuts`. `revives_before_prompt`: all tokens are revived before the next prompt.
+        `selects`: rows attend to selected tokens only, from the last token of a prompt on. Raises BadModel if rows
+        cannot be stopped between the layers, or if no layer can score tokens.
         """
         super().__init__(lm, pruning)
-        self._interval, self._revival, self._revives_before_prompt = interval, revival, revives_before_prompt
+        self._interval, self._cuts, self._revival = interval, cuts, revival
+        self._revives_before_prompt = revives_before_prompt
         self._selects = selects
         self._resting: Dense | None = None  # KV of computed tokens that rows now do not attend to; None = never any
         self._at: Stopped = {}  # positions rise
@@ -134,7 +135,7 @@ class AuxCache(PrunedPrefill):
             self.is_torn = self._selects  # if the pass fails midway, layers differ in what is selected
             choose = self._revival(self._lm, point.kv, self)
             ids = [*point.ids, point.pending]
-            yield from RevivalPass(self._lm, point.kv, ids, self, choose.cuts, [n]).run(choose)
+            yield from RevivalPass(self._lm, point.kv, ids, self, self._cuts, [n]).run(choose)
         point.end = min([point.end, *self.positions[:1]])
 
     def revive_all(self, kv: KVCache, ids: Sequence[int]) -> Passes[None]:
@@ -157,8 +158,9 @@ class AuxCache(PrunedPrefill):
 
     def _return_all(self, kv: KVCache) -> None:
         resting, self._resting = self._resting, None
-        for layer in self._lm.storing if resting is not None else ():
-            kv.take(layer, resting.slots(layer))
+        if resting is not None:
+            for layer in self._lm.storing:
+                kv.take(layer, resting.slots(layer))
 
     def remove(self, came: set[int]) -> None:
         """Remove revived tokens."""

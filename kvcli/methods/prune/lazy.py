@@ -117,7 +117,7 @@ class LazyLLM(Schedule):
             return super().companion(lm)
         revival, selects = partial(Revival, self), self.attend_to == "selected"
         settings = {"revives_before_prompt": self.idle_complete, "selects": selects}
-        return AuxCache(lm, self, self.revive_interval, revival, **settings)
+        return AuxCache(lm, self, self.revive_interval, self.cuts(lm), revival, **settings)
 
 
 class Revival:
@@ -131,16 +131,16 @@ class Revival:
 
     def __init__(self, lazy: LazyLLM, lm: LM, cache: KVCache, aux_cache: AuxCache) -> None:
         self._lazy, self._lm, self._cache, self._aux_cache = lazy, lm, cache, aux_cache
-        self.cuts = lazy.cuts(lm)
+        self._cuts = lazy.cuts(lm)
 
     def __call__(self, layer: int, live: ActiveRows, pos: Sequence[int]) -> Selection:
         """Return the positions `pos` that continue (the newest always does), and the deferred positions to revive."""
         waiting, lazy, selects = self._aux_cache.at(layer), self._lazy, self._lazy.attend_to == "selected"
-        if layer not in self.cuts or not (waiting or len(pos) > 1 or selects):
+        if layer not in self._cuts or not (waiting or len(pos) > 1 or selects):
             return pos, (), None
         mass = attention_mass(self._lm, self._cache, layer - 1, live, pos)
         of = len(mass) if lazy.ratio_of == "prompt" else int((mass > 0).sum())
-        order = highest(mass, math.ceil(self.cuts[layer] * of), lazy.mass)
+        order = highest(mass, math.ceil(self._cuts[layer] * of), lazy.mass)
         import torch
 
         selected = None
