@@ -60,6 +60,9 @@ RESULTS = {
     "agreement": f"python tests/bench/agreement.py --model {LISTED} --windows 1"
     " --sides int8,4+4bits,4+2bits,sketch,minmax --shares 0.5",
     "probe-rows": "python tests/bench/probe_rows.py --texts 8",
+    "prune": f"python tests/bench/prune.py --model {LISTED} --tokens 600 --min-prompt 256 --n 2 --kinds lookup --hf 0"
+    " --budgets lazy-paper,lazy"
+    " --sides lazy+random+lazy-paper:static+lazy-paper:compressed+lazy:lazy-back+lazy:lazy-peakof5",
     "retrieval-heads": "python tests/bench/retrieval_heads.py",
     "citations": "python tests/bench/citations.py --grid --folder /usr/share",
     "summarize": "python tests/bench/summarize.py --chunk 0,2500",

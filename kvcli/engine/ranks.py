@@ -79,9 +79,9 @@ class Ranks:
         asked = (given[key] for key in ("input_ids", "position_ids", "logits_to_keep") if key in given)
         self.exchange(f"pass {[each.tolist() for each in asked]}")
 
-    def mean(self, of: Tensor) -> Tensor:
-        """Return the mean over ranks of a tensor of one shape, with the same bits on every rank."""
-        return of if self.n == 1 else torch.stack(self._gather(of)).mean(0)
+    def reduce(self, of: Tensor, over: str = "mean") -> Tensor:
+        """Return the "mean" or "max" over ranks of a tensor of one shape, with the same bits on every rank."""
+        return of if self.n == 1 else (torch.amax if over == "max" else torch.mean)(torch.stack(self._gather(of)), 0)
 
     def across_heads(self, share: Callable[..., Any], scored: Iterable[Scored], each: int, most: int) -> list[Tensor]:
         """Return the slots that this rank's heads keep, [K, S] by layer, when `share` divides the budget of all heads.

@@ -23,6 +23,7 @@ from kvcli.quality.prompt import Prompts, fitted
 from kvcli.quality.prose import Prose
 from kvcli.quality.sample import SampleSeed
 from kvcli.quality.tasks import TASKS
+from tests.bench.harness import once
 from tests.demo_model.evaluate import HELD_OUT, Question, prompt_ids, questions
 
 SKILLS = {"single key": "lookup", "many keys": "lookup", "one finding": "lookup", "summary": "summary"}
@@ -85,7 +86,8 @@ def of_suite(model: Any, tokens: int, n: int) -> Iterator[Asked]:
         ids = model.tokenizer.encode(rest)
         yield Asked("prose", ids[:tokens], SAID, follow=ids[tokens : tokens + SAID])
         asked = cut(model.tokenizer, rest, partial(turns, [ASK]), tokens)
-        yield Asked("summary", asked, SAID, follow=_summary(model, asked))
+        follow = once(f"summary of {tokens} tokens, {i}", partial(_summary, model, asked))
+        yield Asked("summary", asked, SAID, follow=follow)
 
 
 def _summary(model: Any, ids: list[int]) -> list[int]:

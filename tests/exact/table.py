@@ -74,11 +74,12 @@ STORAGES += [("by query", "fp32"), *((name, dtype) for name, (_, dtype) in FAR.i
 PARTS += ("by query", *FAR)
 MODELS |= {"by query": "llama", **{name: MODELS[twin] for name, (twin, _) in FAR.items()}}
 # how a prompt gets into the store: from what another process kept, some of it left behind on the way, by layers, or
-# taken over from another text and some of that read again
-READ = ("kept", "lazy", "layers", "blend")
+# taken over from another text and some of that read again; "lazy selected" selects anew while it answers
+READ = ("kept", "lazy", "lazy selected", "layers", "blend")
 MODELS |= dict.fromkeys(READ, "llama")
 TWINS = {"kept": "dense", "layers": "dense"}  # whose text it is
-UNJUDGED = (*TWINS, "blend", "rotatekv", "cskv", "rebuilt")  # under no policy; these write heads together
+# under no policy; these write heads together, or move slots that a policy has chosen among
+UNJUDGED = (*TWINS, "blend", "lazy selected", "rotatekv", "cskv", "rebuilt")
 STORAGES += [(name, dtype) for name in READ for dtype in (("fp32", "bf16") if native() is not None else ("fp32",))]
 # rows go to two of five experts each, in full precision, in 8 and in 4 bits; no policy sees them
 EXPERTS = {"experts": "none", "experts in 8 bits": "int8", "experts in 4 bits": "int4"}
@@ -109,6 +110,7 @@ POLICIES |= {"ahead": (AHEAD, 11)}  # tests/test_score_stages.py and test_topk.p
 LAZY = LazyLLM(
     start_prune_layer=0.4, end_prune_layer=0.7, num_prune=2, recent=3, sinks=1, min_prompt=8
 )  # two of three layers
+PRUNED = {"lazy": LAZY, "lazy selected": replace(LAZY, scope="prefill+decode", attend_to="selected", revive_interval=5)}
 SAMPLERS = {
     "greedy": Sampler(),
     "sampled": Sampler(temperature=0.9, top_k=40, top_p=0.95, min_p=0.01, seed=3),
@@ -340,7 +342,7 @@ def opened(
         policy=keep,
         every=every,
         chunk=chunk,
-        pruning=LAZY if storage == "lazy" else None,
+        pruning=PRUNED.get(storage),
         by_layers=storage == "layers",
         reusing=CacheBlend(8, 0.4) if storage == "blend" else None,
     )

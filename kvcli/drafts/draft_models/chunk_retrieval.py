@@ -320,7 +320,7 @@ class ChunkRetrievalModel(SeparateDraftModel):
         if past is None or query is None or query.at != len(self._text) - 2 or not self._trigger.is_due:
             return False
         score = relevance(past.cache, self._attention_params, query, self._sinks, self._size)
-        self._score = self.lm.ranks.mean(torch.tensor(score, dtype=torch.float64)).tolist()
+        self._score = self.lm.ranks.reduce(torch.tensor(score, dtype=torch.float64)).tolist()
         self._trigger.looked()
         return self._n > self._sinks
 

@@ -2,11 +2,14 @@
 
 The rows of a layer are a subset of those of the layer below, so a token has KV in its lowest layers and in none above.
 Its depth and one hidden state, the input of the next layer, are all that is stored.
+
+The paper's rows attend only to the tokens selected for their step. KV of tokens that are not selected rests here, so
+the KV cache of a layer has only what its rows attend to; it returns as it is when its token is selected again.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING
@@ -19,6 +22,7 @@ from kvcli.engine.prefill.layerwise import ActiveRows
 from kvcli.engine.sequence.commit import commit
 from kvcli.kv.slots import Usage, layer_groups
 from kvcli.kv.snapshot import SnapshotMismatch, SnapshotReader, State
+from kvcli.kv.tiers.dense import Dense
 from kvcli.kv.views.borrowing import PositionMaskedCache
 from kvcli.methods.prune.pruned_prefill import PrunedPrefill
 
@@ -32,6 +36,7 @@ if TYPE_CHECKING:
     from kvcli.methods.prune.protected_tokens import PruneSettings
 
 AT_ONCE = 256  # tokens revived together up to the last layer: each has a mask over all slots
+DTYPES = torch.bfloat16, torch.float16, torch.float32, torch.float64  # of resting KV, by number in a snapshot
 
 
 class AuxCache(PrunedPrefill):
@@ -45,18 +50,24 @@ class AuxCache(PrunedPrefill):
         lm: LM,
         pruning: PruneSettings,
         interval: int,
+        cuts: Iterable[int],
         revival: Callable[[LM, KVCache, AuxCache], Choose],
         *,
         revives_before_prompt: bool,
+        selects: bool = False,
     ) -> None:
         """`interval`: tokens of an answer between two revival passes, in which `revival` makes the function that
-        selects tokens. `revives_before_prompt`: all tokens are revived before the next prompt. Raises BadModel if rows
+        selects tokens before the layers `cuts`. `revives_before_prompt`: all tokens are revived before the next prompt.
+        `selects`: rows attend to selected tokens only, from the last token of a prompt on. Raises BadModel if rows
         cannot be stopped between the layers, or if no layer can score tokens.
         """
         super().__init__(lm, pruning)
-        self._interval, self._revival, self._revives_before_prompt = interval, revival, revives_before_prompt
+        self._interval, self._cuts, self._revival = interval, cuts, revival
+        self._revives_before_prompt = revives_before_prompt
+        self._selects = selects
+        self._resting: Dense | None = None  # KV of computed tokens that rows now do not attend to; None = never any
         self._at: Stopped = {}  # positions rise
-        self.is_torn = False  # a revival failed midway: only some layers have the KV of the revived tokens
+        self.is_torn = False  # a revival failed midway: layers do not have the KV of the same tokens
 
     def __len__(self) -> int:
         return sum(len(pos) for pos, _ in self._at.values())
@@ -65,6 +76,11 @@ class AuxCache(PrunedPrefill):
     def positions(self) -> list[int]:
         """Positions of all deferred tokens, rising."""
         return sorted(p for pos, _ in self._at.values() for p in pos)
+
+    @property
+    def layers(self) -> Iterable[int]:
+        """Layers before which deferred tokens stopped."""
+        return self._at.keys()
 
     @property
     def depth(self) -> Mapping[int, int]:
@@ -89,7 +105,7 @@ class AuxCache(PrunedPrefill):
         """Abandon a prompt under way. Drop all deferred tokens of a sequence that begins anew."""
         super().rewind(n, of)
         if not n:
-            self._at, self.is_torn = {}, False
+            self._at, self._resting, self.is_torn = {}, None, False
 
     def finish(self, text: GenerationSession, prompt: LayerwisePrefill) -> None:
         """Add the tokens that the prefill deferred."""
@@ -97,33 +113,54 @@ class AuxCache(PrunedPrefill):
         self.add(prompt.stopped)
 
     def complete(self, text: GenerationSession) -> Passes[None]:
-        """Revive all tokens before the prefill of another prompt, if the settings say so."""
+        """Return resting KV, and revive all tokens before the prefill of another prompt, if the settings say so."""
+        self._return_all(text.cache)
         if self._revives_before_prompt:
             yield from self.revive_all(text.cache, text.ids)
 
     def next_point(self, n: int, n_prompt: int) -> float:
         """Return the token count of the next revival: a multiple of the interval, from the start of the answer on."""
         until = self._interval - (n - n_prompt) % self._interval
-        return n + until if self else super().next_point(n, n_prompt)
+        is_due = self.has_deferred if self._selects else bool(self)
+        return n + until if is_due else super().next_point(n, n_prompt)
 
     def compress(self, point: CompressionPoint) -> Passes[None]:
         """Revive the tokens that the pending token attends to, at this point of an answer. The pending token runs in
         the same pass; its KV is not committed. Later rows begin at the first token that remains."""
         n = len(point.ids)
-        if point.phase == "answering" and self and not (n - point.n_prompt) % self._interval:
-            revival_pass = RevivalPass(self._lm, point.kv, [*point.ids, point.pending], self, [n])
-            yield from revival_pass.run(self._revival(self._lm, point.kv, self))
+        is_due = (
+            self.has_deferred and point.phase != "reading" if self._selects else self and point.phase == "answering"
+        )
+        if is_due and not (n - point.n_prompt) % self._interval:
+            self.is_torn = self._selects  # if the pass fails midway, layers differ in what is selected
+            choose = self._revival(self._lm, point.kv, self)
+            ids = [*point.ids, point.pending]
+            yield from RevivalPass(self._lm, point.kv, ids, self, self._cuts, [n]).run(choose)
         point.end = min([point.end, *self.positions[:1]])
 
     def revive_all(self, kv: KVCache, ids: Sequence[int]) -> Passes[None]:
         """Revive all tokens up to the last layer, oldest first."""
+        self._return_all(kv)
         while some := set(self.positions[:AT_ONCE]):
             yield from RevivalPass(self._lm, kv, ids, self).run(partial(self._onward, some))
 
-    def _onward(
-        self, some: set[int], layer: int, live: ActiveRows, pos: Sequence[int]
-    ) -> tuple[Sequence[int], Sequence[int]]:
-        return pos, [p for p in self.at(layer) if p in some]
+    def _onward(self, some: set[int], layer: int, live: ActiveRows, pos: Sequence[int]) -> Selection:
+        return pos, [p for p in self.at(layer) if p in some], None
+
+    def rest_except(self, kv: KVCache, layer: int, selected: Tensor) -> None:
+        """Leave the KV of the selected positions [n] bool in this layer; that of others rests until it is selected."""
+        if self._resting is None:
+            self._resting = Dense(self._lm.shapes, kv.dtype, self._lm.device, step=Dense.STEP // 4)
+        stay, back = (selected.to(of.device)[of.long()] for of in (kv.slots(layer).pos, self._resting.slots(layer).pos))
+        returning = self._resting.evict_except(layer, ~back)
+        self._resting.take(layer, kv.evict_except(layer, stay))
+        kv.take(layer, returning)
+
+    def _return_all(self, kv: KVCache) -> None:
+        resting, self._resting = self._resting, None
+        if resting is not None:
+            for layer in self._lm.storing:
+                kv.take(layer, resting.slots(layer))
 
     def remove(self, came: set[int]) -> None:
         """Remove revived tokens."""
@@ -149,7 +186,10 @@ class AuxCache(PrunedPrefill):
         layers: dict[str, State] = {}
         for layer, (pos, vectors) in self._at.items():
             layers[str(len(layers))] = {"layer": layer, "pos": torch.tensor(pos, dtype=torch.int32), "x": vectors}
-        return {**super().snapshot(), "aux_cache": layers}
+        found = {**super().snapshot(), "aux_cache": layers}
+        if self._resting is None:
+            return found
+        return found | {"resting": self._resting.snapshot(), "resting_dtype": DTYPES.index(self._resting.dtype)}
 
     def restore(self, given: SnapshotReader) -> None:
         """Restore a snapshot. Raises SnapshotMismatch."""
@@ -163,38 +203,59 @@ class AuxCache(PrunedPrefill):
                 raise SnapshotMismatch("no token stops at that layer")
             vectors = one.tensor("x", self._lm.dtype, len(pos), width)
             self._put(layer, pos, vectors.to(self._lm.device, copy=True))
+        if "resting" in given:
+            dtype = DTYPES[given.number("resting_dtype", len(DTYPES) - 1)]
+            self._resting = Dense(self._lm.shapes, dtype, self._lm.device, step=Dense.STEP // 4)
+            self._resting.restore(given.part("resting"))
 
     def usage(self) -> list[Usage]:
-        """Return the bytes, by the layer before which the tokens stopped."""
-        return [Usage(layer, "deferred", len(pos), x.nbytes) for layer, (pos, x) in self._at.items()]
+        """Return the bytes of hidden states, by the layer before which tokens stopped, and of resting KV."""
+        resting = self._resting.usage() if self._resting is not None else ()
+        stopped = [Usage(layer, "deferred", len(pos), x.nbytes) for layer, (pos, x) in self._at.items()]
+        return [*stopped, *(replace(use, tier="deferred") for use in resting)]
 
 
-# Revival of deferred tokens in passes of one layer each. Each row attends only to positions before its own.
+# Revival of deferred tokens, in one pass for the layers between two at which tokens are selected or stopped. Each row
+# attends only to positions before its own.
 
 
-# a layer, the rows that reached it and their positions -> positions that continue, and positions to revive
-Choose = Callable[[int, ActiveRows, Sequence[int]], tuple[Sequence[int], Sequence[int]]]
+# positions that continue, positions to revive, and the positions [n] bool to which rows attend from here on (None = as
+# in the layer below)
+Selection = tuple[Sequence[int], Sequence[int], Tensor | None]
+Choose = Callable[[int, ActiveRows, Sequence[int]], Selection]  # a layer, the rows that reached it, their positions
 
 
 class RevivalPass:
     """A revival pass of deferred tokens. The new KV is committed after the last layer. Layers with no active rows are
-    skipped."""
+    skipped, and the last ones also if only tokens run there whose KV is not committed."""
 
-    def __init__(self, lm: LM, kv: KVCache, ids: Sequence[int], aux_cache: AuxCache, pos: Sequence[int] = ()) -> None:
-        """`pos`: rising positions in `ids` of tokens that start at the first layer; their KV is not committed."""
+    def __init__(
+        self,
+        lm: LM,
+        kv: KVCache,
+        ids: Sequence[int],
+        aux_cache: AuxCache,
+        cuts: Iterable[int] = (),
+        pos: Sequence[int] = (),
+    ) -> None:
+        """`cuts`: layers before which tokens are selected. `pos`: rising positions in `ids` of tokens that start at the
+        first layer; their KV is not committed."""
         self._lm, self._kv, self._ids, self._aux_cache = lm, kv, ids, aux_cache
+        self._starts = sorted({0, *cuts, *aux_cache.layers})
         self._pos, self._hidden = list(pos), torch.empty(0)  # positions and hidden states of active rows
         self._guests = len(pos)  # number of tokens in `pos`, the newest rows
         self._came = set[int]()
         self._stopped: Stopped = {}
+        self._selected: Tensor | None = None  # positions to which rows attend in the current layers; None = all
         self._made: list[tuple[Rows, ForwardResult]] = []
 
     def run(self, choose: Choose) -> Passes[None]:
-        """Run one pass per layer, then commit the new KV."""
-        for layers in layer_groups(self._lm.shapes):
+        """Run the passes, then commit the new KV."""
+        for layers in map(range, self._starts, [*self._starts[1:], self._lm.n_layers]):
             if layers.start:
-                self._enter(layers.start, choose)
-            if not (n := len(self._pos)):
+                self._enter(layers, choose)
+            n, is_last = len(self._pos), layers.stop == self._lm.n_layers
+            if not n or (is_last and n == self._guests):
                 continue
             rows = replace(Rows.chain([self._ids[p] for p in self._pos], 0), pos=list(self._pos))
             given = self._hidden if layers.start else None
@@ -206,13 +267,17 @@ class RevivalPass:
                 self._hidden = result.hidden
         self._store()
 
-    def _enter(self, layer: int, choose: Choose) -> None:
-        pos, hidden = self._pos, self._hidden
+    def _enter(self, layers: range, choose: Choose) -> None:
+        layer, pos, hidden = layers.start, self._pos, self._hidden
         fresh, queries = None, None
         if self._made and pos:
             result = self._made[-1][1]
             fresh, queries = result.fresh[layer - 1], result.queries[-1]
-        on, back = choose(layer, ActiveRows(range(len(pos)), fresh, queries), pos)
+        on, back, selected = choose(layer, ActiveRows(range(len(pos)), fresh, queries), pos)
+        self._selected = selected if selected is not None else self._selected
+        if self._selected is not None:
+            for each in (each for each in self._lm.storing if each in layers):
+                self._aux_cache.rest_except(self._kv, each, self._selected)
         stay = set(on)
         if out := [i for i, p in enumerate(pos) if p not in stay]:
             self._stopped[layer] = [pos[i] for i in out], hidden[out]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -20,16 +20,34 @@ Judge = Callable[[int, "ActiveRows"], "Tensor"]
 class LayerPruner:
     """Token pruner of one prompt during prefill."""
 
-    def __init__(self, cuts: Mapping[int, float], judge: Judge, always: set[int], n: int, *, mass: float = 0.0) -> None:
+    def __init__(
+        self,
+        cuts: Mapping[int, float],
+        judge: Judge,
+        always: set[int],
+        n: int,
+        *,
+        mass: float = 0.0,
+        n_layers: int = 1,
+        pool: int = 1,
+    ) -> None:
         """`cuts`: share of rows that continue, by layer, of n rows (0 = of the active rows); `mass`: least share of the
-        score sum that the continuing rows have."""
+        score sum that the continuing rows have. A row's score is its highest one in the `n_layers` layers below a cut,
+        but above the cut before, and then the highest one of `pool` neighbours, centred."""
         self._cuts, self._judge, self._always, self._n, self._mass = cuts, judge, always, n, mass
+        self._n_layers, self._pool = n_layers, pool
+        self._best: Tensor | None = None  # highest scores of the active rows so far
 
     def __call__(self, layer: int, live: ActiveRows) -> Sequence[int] | None:
         """Return the rows that continue into `layer`: the best by scores of the layer below, and the protected ones."""
-        if layer not in self._cuts:
+        ahead = min((cut - layer for cut in self._cuts if cut >= layer), default=self._n_layers)
+        if not layer or ahead >= self._n_layers:
             return None
         scores = self._judge(layer - 1, live)
+        self._best = scores if self._best is None else scores.maximum(self._best)
+        if ahead:
+            return None
+        scores, self._best = pooled(self._best, self._pool), None
         n = math.ceil(self._cuts[layer] * (self._n or len(live.rows)))
         return sorted(self._always | {live.rows[i] for i in highest(scores, n, self._mass)})
 
@@ -47,15 +65,22 @@ def pooled(scores: Tensor, pool: int) -> Tensor:
     """Return the maximum over `pool` neighbours, centred, of each of scores [N]."""
     from torch.nn.functional import max_pool1d
 
-    return max_pool1d(scores[None], pool, 1, pool // 2)[0]
+    return scores if pool == 1 else max_pool1d(scores[None], pool, 1, pool // 2)[0]
 
 
 def attention_mass(
-    lm: LM, cache: KVCache, layer: int, live: ActiveRows, pos: Sequence[int], n_scoring_rows: int = 1
+    lm: LM,
+    cache: KVCache,
+    layer: int,
+    live: ActiveRows,
+    pos: Sequence[int],
+    n_scoring_rows: int = 1,
+    over: Literal["mean", "max"] = "mean",
 ) -> Tensor:
     """Return the attention in this layer to each position up to the last row's, P: [P + 1]; rows at positions `pos`.
 
-    It is the mean over query heads and the newest `n_scoring_rows` rows. Positions without a key in the layer get 0.
+    It is the mean or maximum `over` query heads and the newest `n_scoring_rows` rows. Positions without a key in the
+    layer get 0.
     """
     import torch
 
@@ -70,9 +95,9 @@ def attention_mass(
     sight = lm.attention_params[layer]
     newest = torch.tensor(pos[len(pos) - n_scoring_rows :], device=k.device)
     mass = attention_mass(
-        live.queries[:, -n_scoring_rows:], newest, k, at, sight.scale, softcap=sight.softcap
+        live.queries[:, -n_scoring_rows:], newest, k, at, sight.scale, softcap=sight.softcap, over=over
     )  # [K, S]
-    found = mass.new_zeros(pos[-1] + 1)
-    for heads, places in zip(mass, at, strict=True):
-        found.index_add_(0, places.long().clamp_min(0), heads)  # empty slots have no mass
-    return lm.ranks.mean(found / mass.shape[0])
+    found = mass.new_zeros(pos[-1] + 2)  # the last one is for empty slots
+    for head, places in zip(mass, at.long(), strict=True):
+        found[places] = found[places] + head / mass.shape[0] if over == "mean" else found[places].maximum(head)
+    return lm.ranks.reduce(found[:-1], over)

@@ -13,7 +13,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Annotated, Literal
 
 from kvcli.kv.footprint import Footprint, ModelSizes
-from kvcli.methods.prune.layer_pruner import LayerPruner, attention_mass, highest, pooled
+from kvcli.methods.prune.layer_pruner import LayerPruner, attention_mass, highest
 from kvcli.methods.prune.schedule import Schedule
 from kvcli.settings.profile import KV_OF_ALL, NOT_WHOLE, Needs
 from kvcli.settings.schema import Range
@@ -27,10 +27,8 @@ if TYPE_CHECKING:
     from kvcli.engine.hf.lm import LM
     from kvcli.engine.prefill.layerwise import ActiveRows
     from kvcli.kv.slots import KVCache
-    from kvcli.methods.prune.aux_cache import AuxCache
+    from kvcli.methods.prune.aux_cache import AuxCache, Selection
     from kvcli.methods.prune.pruned_prefill import PrunedPrefill
-
-SPARED = 4  # last layers without pruning: the KV saved there is smaller than the hidden state of a deferred token
 
 
 @dataclass(frozen=True)
@@ -42,19 +40,24 @@ class LazyLLM(Schedule):
 
     score_queries: Annotated[int, Range(1)] = 1  # newest tokens whose queries score the others
     pool: Annotated[int, Range(1)] = 1  # active neighbours over which scores are max-pooled; odd (FastKV)
+    heads: Literal["mean", "max"] = (
+        "mean"  # how attention of query heads makes a score; max = of the one that most looks
+    )
+    score_layers: Annotated[int, Range(1)] = 1  # layers below whose scores are combined, by their maximum
     mass: Annotated[float, Range(0, below=1)] = 0.0  # minimum share of attention that continuing tokens have; 0 = any
     scope: Literal["prefill", "prefill+decode"] = "prefill"  # drop tokens for good, or revive them while answering
     revive_max: Annotated[int, Range(0)] = 32  # tokens revived per pass, at most
     revive_min_mass: Annotated[float, Range(0, 1)] = 0.02  # minimum total attention to deferred tokens for a revival
     revive_interval: Annotated[int, Range(1)] = 16  # generated tokens between two revival passes
     idle_complete: bool = True  # revive all deferred tokens before the next prompt
+    attend_to: Literal["stored", "selected"] = "stored"  # in upper layers; selected = chosen anew at each revival pass
 
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.pool % 2 == 0:
             raise ValueError(f"pool = {self.pool}: as many neighbours on either side make an odd number")
         for of in fields(self) if self.scope == "prefill" else ():
-            if of.name.startswith(("revive", "idle")) and getattr(self, of.name) != of.default:
+            if of.name.startswith(("revive", "idle", "attend")) and getattr(self, of.name) != of.default:
                 raise ValueError(f'{of.name} has no effect with scope = "prefill": tokens are not revived')
 
     @property
@@ -72,11 +75,6 @@ class LazyLLM(Schedule):
     def compression_interval(self) -> int | None:
         """Tokens of an answer between two revival passes; None = deferred tokens are not revived."""
         return self.revive_interval if self.scope == "prefill+decode" else None
-
-    @property
-    def spared(self) -> int:
-        """Number of last layers without pruning before them."""
-        return SPARED if self.compression_interval is not None else 0
 
     def footprint(self, n: int, of: ModelSizes) -> Footprint:
         """Return the hidden states of the tokens that the schedule defers, if they can be revived."""
@@ -99,11 +97,17 @@ class LazyLLM(Schedule):
             return None
         n = rows.n_rows if self.ratio_of == "prompt" else 0
         judge = partial(self._judge, lm, cache, rows)
-        return LayerPruner(self.cuts(lm), judge, must, n, mass=self.mass)
+        return LayerPruner(self.cuts(lm), judge, must, n, mass=self.mass, n_layers=self.score_layers, pool=self.pool)
 
     def _judge(self, lm: LM, cache: KVCache, rows: Rows, layer: int, live: ActiveRows) -> Tensor:
-        scores = attention_mass(lm, cache, layer, live, rows.pos, min(self.score_queries, rows.n_rows))
-        return pooled(scores[[rows.pos[row] for row in live.rows]], self.pool)
+        import torch
+
+        if (
+            lm.windows[layer] is not None
+        ):  # one of several scoring layers; the one below a cut attends to the whole text
+            return torch.zeros(len(live.rows), device=cache.slots(layer).k.device)
+        scores = attention_mass(lm, cache, layer, live, rows.pos, min(self.score_queries, rows.n_rows), self.heads)
+        return scores[[rows.pos[row] for row in live.rows]]
 
     def companion(self, lm: LM) -> PrunedPrefill:
         """Return the companion of a sequence that prunes its prompts, and with `scope` revives tokens."""
@@ -111,34 +115,41 @@ class LazyLLM(Schedule):
 
         if self.compression_interval is None:
             return super().companion(lm)
-        revival, is_complete = partial(Revival, self), self.idle_complete
-        return AuxCache(lm, self, self.revive_interval, revival, revives_before_prompt=is_complete)
+        revival, selects = partial(Revival, self), self.attend_to == "selected"
+        settings = {"revives_before_prompt": self.idle_complete, "selects": selects}
+        return AuxCache(lm, self, self.revive_interval, self.cuts(lm), revival, **settings)
 
 
 class Revival:
     """Selector of the tokens to revive in one revival pass of the newest token.
 
     LazyLLM's decoding, with limits on the number of tokens. Before a layer of the schedule, tokens deferred there are
-    scored by the attention of the newest row in the layer below, among all tokens with keys in it. The best of them
+    scored by the attention of the newest row in the layer below, among all tokens that it attends to. The best of them
     continue from there, if they are among the tokens that the schedule lets continue. Rows attend to all slots of their
-    layers; in the paper they attend to the selected tokens only.
+    layers or, as in the paper, only to the tokens selected so, up to the next layer of the schedule.
     """
 
     def __init__(self, lazy: LazyLLM, lm: LM, cache: KVCache, aux_cache: AuxCache) -> None:
         self._lazy, self._lm, self._cache, self._aux_cache = lazy, lm, cache, aux_cache
         self._cuts = lazy.cuts(lm)
 
-    def __call__(self, layer: int, live: ActiveRows, pos: Sequence[int]) -> tuple[Sequence[int], Sequence[int]]:
+    def __call__(self, layer: int, live: ActiveRows, pos: Sequence[int]) -> Selection:
         """Return the positions `pos` that continue (the newest always does), and the deferred positions to revive."""
-        waiting, lazy = self._aux_cache.at(layer), self._lazy
-        if layer not in self._cuts or not (waiting or len(pos) > 1):
-            return pos, ()
+        waiting, lazy, selects = self._aux_cache.at(layer), self._lazy, self._lazy.attend_to == "selected"
+        if layer not in self._cuts or not (waiting or len(pos) > 1 or selects):
+            return pos, (), None
         mass = attention_mass(self._lm, self._cache, layer - 1, live, pos)
         of = len(mass) if lazy.ratio_of == "prompt" else int((mass > 0).sum())
         order = highest(mass, math.ceil(self._cuts[layer] * of), lazy.mass)
+        import torch
+
+        selected = None
+        if selects:  # positions without a key in the layer below were not selected there
+            selected = mass.new_zeros(len(mass), dtype=torch.bool)
+            selected[order] = mass[order] > 0
+            order = [p for p in order if selected[p]]
         chosen, missing = set(order), set(waiting)
         on = [p for p in pos if p in chosen or p == pos[-1]]
-        if not waiting or float(mass[waiting].sum()) < lazy.revive_min_mass:
-            return on, ()
-        room = max(0, lazy.revive_max + 1 - len(on))
-        return on, [p for p in order if p in missing][:room]
+        is_worth_it = waiting and float(mass[waiting].sum()) >= lazy.revive_min_mass
+        room = max(0, lazy.revive_max + 1 - len(on)) if is_worth_it else 0
+        return on, [p for p in order if p in missing][:room], selected

@@ -75,20 +75,19 @@ class PruneSettings:
         return f"the first {self.sinks} and the newest {self.recent}{others} always do"
 
 
-def below_all(lm: LM, spared: int = 0) -> list[int]:
-    """Return the layers before which tokens can be scored: the layer below attends to the whole sequence, and at least
-    `spared` layers are above. Raises BadModel if there is none.
+def below_all(lm: LM) -> list[int]:
+    """Return the layers before which tokens can be scored: the layer below attends to the whole sequence. Raises
+    BadModel if there is none.
     """
     from kvcli.kv.slots import layer_groups  # imported late, because loading a profile must not import torch
 
     lm.recurrent_layers.refuse(lm.info.id, "tokens cannot stop between them", ["--set prune.method=none"])
-    starts = [span.start for span in layer_groups(lm.shapes)[1:] if span.start <= lm.n_layers - spared]
+    starts = [span.start for span in layer_groups(lm.shapes)[1:]]
     shown = [i for i in starts if lm.windows[i - 1] is None and lm.shapes[i - 1].shared_from is None]
     if not shown:
         raise BadModel(
             f"[prune] scores tokens in layers with full attention, and {lm.info.id} has none",
             code="no_pruning",
-            lines=[f"below its last {spared}, which hold deferred tokens"] if spared else [],
             try_=["--set prune.method=none"],
         )
     return shown

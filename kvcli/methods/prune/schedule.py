@@ -47,18 +47,12 @@ class Schedule(PruneSettings):
         shares = [self.start_keep_ratio + self._step * i for i in range(self.num_prune)]
         return math.prod(shares) if self.ratio_of == "current" else self.end_keep_ratio
 
-    @property
-    def spared(self) -> int:
-        """Number of last layers without pruning before them."""
-        return 0
-
     def describe(self, lm: LM) -> str:
         """Describe the pruning layers and the protected tokens. Raises BadModel if no layer can score tokens."""
         cuts = self.cuts(lm)
         shares = ", ".join(f"{share:.0%} continue from layer {layer}" for layer, share in cuts.items())
         wanted = {nearest(range(1, lm.n_layers), at) for at in self._wanted(lm.n_layers)}
-        last = f", nor one of the last {self.spared}" if self.spared else ""
-        why = f"because the layer below must attend to the whole text{last}"
+        why = "because the layer below must attend to the whole text"
         moved = f" (not {', '.join(map(str, sorted(wanted)))}, {why})" if wanted != set(cuts) else ""
         return f"of a prompt{self._long} {shares}{moved}; {self.always}"
 
@@ -70,9 +64,9 @@ class Schedule(PruneSettings):
 
     def cuts(self, lm: LM) -> Mapping[int, float]:
         """Return the share of tokens that continue, by pruning layer. A scheduled layer is replaced by the nearest one
-        that can score if the layer below does not attend to the whole sequence, or if it is one of the last `spared`.
+        that can score if the layer below does not attend to the whole sequence.
         """
-        shown = below_all(lm, self.spared)
+        shown = below_all(lm)
         first, last = self._ends(lm.n_layers)
         found = {}
         for at in self._wanted(lm.n_layers):

@@ -346,6 +346,20 @@ FAULTS = [
         "max(n, int(",
         "tests/test_prune.py::test_no_more_attention_is_dropped_than_was_allowed",
     ),
+    Fault(
+        "W5",
+        "kvcli/methods/prune/aux_cache.py",
+        "kv.evict_except(layer, stay)",
+        "kv.evict_except(layer, stay | True)",
+        "tests/test_lazy_paper.py::test_a_layer_has_what_is_selected_and_nothing_is_lost",
+    ),
+    Fault(
+        "W6",
+        "kvcli/methods/prune/layer_pruner.py",
+        "scores.maximum(self._best)",
+        "scores",
+        "tests/test_prune.py::test_the_head_that_most_looks_in_any_of_several_layers_decides",
+    ),
     # thought of when the tests for those above were there already
     Fault(
         "A1",
@@ -463,8 +477,8 @@ FAULTS = [
     Fault(
         "A19",
         "kvcli/methods/prune/lazy.py",
-        "float(mass[waiting].sum()) < lazy.revive_min_mass",
-        "False",
+        "float(mass[waiting].sum()) >= lazy.revive_min_mass",
+        "True",
         "tests/test_revival.py::test_the_caps_hold",
     ),
     Fault(
