@@ -209,7 +209,8 @@ class TextSession:
 
     def take_cache(self, other: TextSession) -> bool:
         """Take over the KV cache of `other`, if both profiles fill and store it alike; `other` is then empty."""
-        leaves = ("spec", "reasoning_steps", "sample", "thinking", "context")  # tables that do not change the KV cache
+        # tables that do not change the KV cache
+        leaves = ("spec", "reasoning_steps", "decode", "sample", "thinking", "context")
         tables = [table for table in ORDER if table not in leaves]
         mine, its = self.profile, other.profile
         if other.model.lm is not self.model.lm or any(getattr(mine, table) != getattr(its, table) for table in tables):

@@ -204,6 +204,7 @@ class Profile:
     sparse: Method
     spec: Method
     reasoning_steps: Method
+    decode: Method
     sample: Sample
     thinking: Thinking
     context: Context
@@ -232,6 +233,11 @@ class Profile:
     def effects(self) -> Mapping[Effect, Sequence[str]]:
         """Effects of the settings on the KV cache and its passes, each with the keys that cause it."""
         return effects(self)
+
+    @property
+    def writer_table(self) -> str:
+        """Table of the method that writes answers in place of plain decoding; "" = none."""
+        return next((name for name in ("reasoning_steps", "decode") if getattr(self, name).writer is not None), "")
 
     @property
     def is_checked(self) -> bool:

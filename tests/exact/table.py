@@ -124,6 +124,7 @@ FURTHER = {
     "cut": Sampler(
         temperature=1.2, top_n_sigma=2.2, min_p=0.01, typical_p=0.9, xtc_probability=0.5, xtc_threshold=0.05, seed=17,
     ),
+    "sparse": Sampler(temperature=1.1, bregman_lambda=0.01, bregman_alpha=1.7, seed=19),
 }  # fmt: skip
 SAMPLERS |= FURTHER
 TOP = {"sampled": 3, "held": 0, "cut": 20}  # likely tokens in the scores of the answer's tokens

@@ -10,6 +10,8 @@ from math import log
 import torch
 from torch import Tensor
 
+NEWTON = 16  # steps: from above, towards the root of a convex function
+
 
 def drop_below_sigma(logits: Tensor, n: float) -> Tensor:
     """Drop tokens more than n standard deviations of all logits [N, V] below the highest: top-n-sigma, arXiv
@@ -42,6 +44,39 @@ def drop_atypical(scores: Tensor, mass: float) -> Tensor:
     distance, order = (-scores - entropy).abs().sort(stable=True)
     last = (probability.gather(-1, order).cumsum(-1) < mass).sum(-1, keepdim=True).clamp(max=scores.shape[-1] - 1)
     return scores.masked_fill((-scores - entropy).abs() > distance.gather(-1, last), -torch.inf)
+
+
+def keep_sparse(scores: Tensor, cost: float, alpha: float) -> Tensor:
+    """Keep the k likeliest tokens for which divergence(q, p) + cost * k is least, and return log q: Bregman top-k
+    decoding, arXiv 2505.19371. The divergence has the generator x ** alpha / (alpha * (alpha - 1)), 1 < alpha <= 2."""
+    # row by row, because a power may differ in its last bit among vectors of other lengths
+    return torch.stack([_sparse(row, cost, alpha) for row in scores])
+
+
+def _sparse(scores: Tensor, cost: float, alpha: float) -> Tensor:
+    p, power = scores.exp(), alpha - 1
+    # the divergence is at most 1 / (alpha - 1), so more tokens always cost more than one
+    head = p[: int(1 / (power * cost)) + 1]
+    slope, at = head**power, torch.arange(len(head), device=p.device)
+    tail = _sum(p**alpha) - (head**alpha).cumsum(-1)  # of the tokens behind each
+
+    def nearest(last: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the q of the tokens up to `last` that is nearest to p, and its objective."""
+        is_kept, shift = at <= last, (last + 1.0) ** -power  # q is (slope + shift) ** (1 / power) with the sum 1
+        for _ in range(NEWTON):
+            root = (slope + shift) ** (1 / power)
+            rise = _sum((root / (slope + shift)).where(is_kept, 0.0)) / power
+            shift = shift - (_sum(root.where(is_kept, 0.0)) - 1) / rise
+        q = ((slope + shift) ** (1 / power)).where(is_kept, 0.0)
+        apart = (q**alpha - head**alpha) / (alpha * power) - slope * (q - head) / power
+        return q, _sum(apart.where(is_kept, 0.0)) + tail[last] / alpha + cost * (last + 1)
+
+    low, high = at[:1], at[-1:]
+    for _ in range(len(head).bit_length()):  # the objective is discretely convex in k, so this finds its minimum
+        middle = (low + high) // 2
+        falls = nearest((middle + 1).minimum(high))[1] < nearest(middle)[1]
+        low, high = torch.where(falls, middle + 1, low), torch.where(falls, high, middle)
+    return torch.nn.functional.pad(nearest(low)[0].log(), (0, len(p) - len(head)), value=-torch.inf)
 
 
 def drop_top(scores: Tensor, threshold: float, is_due: Tensor) -> Tensor:
