@@ -21,6 +21,7 @@ from kvcli.methods.decode.adadec import AdaDec
 from kvcli.methods.decode.first_finish import FirstFinish
 from kvcli.methods.decode.fork_writer import Decoding
 from kvcli.methods.decode.patient_beam import PatientBeam
+from kvcli.methods.decode.phi import PhiDecoding
 from kvcli.settings.profile import Profile
 from tests import families, make
 from tests.exact.half import Half
@@ -40,19 +41,19 @@ def lm(dtype: torch.dtype = torch.float64) -> LM:
 
 def written(
     by: Decoding | None, sampler: Sampler = DRAWN, constraint: Constraint | None = None, stop: set[int] = STOP,
-    new: int = NEW,
+    new: int = NEW, prompt: list[int] = PROMPT,
 ) -> Passes[tuple[list[int], int]]:
     """The answer, and the number of passes."""
     model = lm()
     session, writer, passes = make.session(model, sampler=sampler, chunk=13), by and by.writer(model), 0
-    session.start_answer(PROMPT, sampler, constraint)
-    while (yield from session.prefill_chunk(PROMPT)):
+    session.start_answer(prompt, sampler, constraint)
+    while (yield from session.prefill_chunk(prompt)):
         pass
-    while (left := len(PROMPT) + new - len(session.ids)) > 0 and session.ids[-1] not in stop:
+    while (left := len(prompt) + new - len(session.ids)) > 0 and session.ids[-1] not in stop:
         step = yield from (writer.step(session, stop, left) if writer is not None else session.step(stop, left))
         passes += step.n_passes
         assert session.committed == len(session.ids) - 1 == session.cache.n_slots(0)
-    return session.ids[len(PROMPT) :], passes
+    return session.ids[len(prompt) :], passes
 
 
 def answer(*asked: Any) -> list[int]:
@@ -143,6 +144,7 @@ def test_without_an_end_the_first_seed_answers() -> None:
 
 
 METHODS = [FirstFinish(forks=3), PatientBeam(forks=3, patience=2.0), AdaDec(forks=3, entropy=3.0, ahead=3)]
+METHODS += [PhiDecoding(forks=3, step=6, ahead=4)]
 
 
 @pytest.mark.parametrize("by", METHODS, ids=lambda by: type(by).__name__)
@@ -157,6 +159,28 @@ def test_forks_draft_for_one_another_and_texts_beside_them_change_nothing(by: De
         assert got == want
         assert fewer < passes, "draft tokens saved passes"
     assert tasks[2].result()[0] == answer(None)
+
+
+def test_phi_weighs_a_step_by_foresight_and_by_the_size_of_its_cluster() -> None:
+    """exp((Norm(A) + Norm(C)) / tau) of arXiv 2503.13288, where Norm is a softmax at tau."""
+    tau, foresight = 0.5, torch.tensor([-0.2, -1.0, -0.4], dtype=torch.float64)
+    later = [[1, 2, 3, 4], [9, 8], [3, 2, 1, 7]]  # the first and the last share 3 of 5 tokens
+    share = torch.tensor([2 / 3, 1 / 3, 2 / 3], dtype=torch.float64)
+    want = (((foresight / tau).softmax(0) + (share / tau).softmax(0)) / tau).exp()
+    found = PhiDecoding(tau=tau).weights(foresight.tolist(), later)
+    torch.testing.assert_close(torch.tensor(found, dtype=torch.float64), want)
+
+
+def test_phi_writes_steps_of_its_seeds() -> None:
+    """Each step is what plain sampling with one of the seeds writes there, and not always the first."""
+    by, text, which = PhiDecoding(forks=3, step=5, ahead=3, tau=0.1), list(PROMPT), set()
+    got = answer(by)
+    while got:
+        each = [answer(None, replace(DRAWN, seed=5 + i), None, STOP, 5, text) for i in range(3)]
+        seed, step = next((i, ids) for i, ids in enumerate(each) if ids == got[: len(ids)])
+        which.add(seed)
+        text, got = [*text, *step], got[len(step) :]
+    assert which - {0}
 
 
 def says(error: Any) -> str:
