@@ -21,10 +21,8 @@ from kvcli.settings.schema import METHOD_TABLES, NUMBERS, Memory, registries, si
 
 if TYPE_CHECKING:
     from torch import Tensor
-    from transformers import PreTrainedTokenizerBase
 
     from kvcli.engine.drafting.drafter import Costs, Drafter, ModelPair
-    from kvcli.engine.forward_request import Passes
     from kvcli.engine.hf.lm import LM
     from kvcli.engine.policy.policy import PerLayerPolicy, Policy
     from kvcli.engine.sequence.sampler import Sampler
@@ -304,20 +302,6 @@ def policy(lm: LM, profile: Profile) -> Policy:
     from kvcli.methods.policies.precision.policy import PrecisionBudgetPolicy
 
     return PrecisionBudgetPolicy(**vars(chosen), spending=plan(lm, profile).spending)
-
-
-def can_condense(session: GenerationSession, end: int) -> bool:
-    """True if the context window is large enough to score `end` tokens."""
-    from kvcli.methods.policies.compress_prefix import fits_repetition
-
-    return fits_repetition(session.lm.limit, end)
-
-
-def condense(session: GenerationSession, end: int, most: int) -> Passes[bool]:
-    """Compress the first `end` tokens of a sequence to `most` slots per head. False if that is not possible."""
-    from kvcli.methods.policies.compress_prefix import compress_prefix
-
-    return compress_prefix(session, end, most)
 
 
 def span_reuse(session: GenerationSession, profile: Profile) -> SpanReuse | None:

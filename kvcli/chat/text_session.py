@@ -25,6 +25,7 @@ from kvcli.engine.sequence.state import QUESTION, KindSpan
 from kvcli.errors import BadInput, BadModel
 from kvcli.kv.out_of_memory import CacheFull, Preempted, catch_cache_full
 from kvcli.kv.slots import nbytes
+from kvcli.methods.policies.compress_prefix import compress_prefix, fits_repetition
 from kvcli.models.text import Messages, StopStrings, decode, encode
 from kvcli.models.tool_calls import CallReader
 from kvcli.prefix_cache.live_prefix import common_prefix, copy_prefix, shared_prefix
@@ -102,8 +103,7 @@ class TextSession:
         self.info, self.tokenizer = model.info, model.tokenizer
         self.thinking_format, self.template_variables = model.thinking_format, model.template_variables
         self.cautions, self.promise, self.foretell = model.cautions, model.exactness_label, model.foretell
-        self.writer = model.new_writer()
-        self.drafts_by = model.drafts_by
+        self.writer, self.drafts_by = model.new_writer(), model.drafts_by
         self.on_overflow = model.profile.context.on_overflow
 
     def _degrade(self, profile: Profile) -> AnswerSettings:
@@ -167,14 +167,14 @@ class TextSession:
 
     def can_condense(self, ids: Sequence[int]) -> bool:
         """True if the KV cache begins with these ids and memory has room to score their slots."""
-        return self.has_read(ids) and assemble.can_condense(self.session, len(ids))
+        return self.has_read(ids) and fits_repetition(self.session.lm.limit, len(ids))
 
     def condense(self, end: int, most: int, cancel: Cancel) -> list[int] | None:
         """Condense the first `end` tokens to `most` slots per head; returns the ids that then stand for them. None = it
         is impossible, or `cancel()` returned True."""
         self._end()
         with catch_cache_full():
-            if run_to_end(run_until_cancelled(assemble.condense(self.session, end, most), cancel)):
+            if run_to_end(run_until_cancelled(compress_prefix(self.session, end, most), cancel)):
                 return self.session.ids[:most]
         return None
 
@@ -209,9 +209,8 @@ class TextSession:
 
     def take_cache(self, other: TextSession) -> bool:
         """Take over the KV cache of `other`, if both profiles fill and store it alike; `other` is then empty."""
-        # tables that do not change the KV cache
         leaves = ("spec", "reasoning_steps", "decode", "sample", "thinking", "context")
-        tables = [table for table in ORDER if table not in leaves]
+        tables = [table for table in ORDER if table not in leaves]  # those that change the KV cache
         mine, its = self.profile, other.profile
         if other.model.lm is not self.model.lm or any(getattr(mine, table) != getattr(its, table) for table in tables):
             return False

@@ -1,4 +1,4 @@
-"""The protocol of objects that write answers in place of plain decoding."""
+"""Writers of answers: objects that write in place of plain decoding, if a method of the profile asks for it."""
 
 from __future__ import annotations
 
@@ -6,10 +6,15 @@ from collections.abc import Collection
 from typing import TYPE_CHECKING, Protocol
 
 if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+    from kvcli.engine.drafting.drafter import ModelPair
     from kvcli.engine.forward_request import Passes
+    from kvcli.engine.hf.lm import LM
     from kvcli.engine.sequence.session import GenerationSession
     from kvcli.engine.stats import Step
     from kvcli.kv.slots import Usage
+    from kvcli.settings.profile import Profile
 
 
 class AnswerWriter(Protocol):
@@ -20,3 +25,19 @@ class AnswerWriter(Protocol):
 
     def usage(self) -> list[Usage]:
         """Return the memory that it holds between two steps."""
+
+
+def writer_table(profile: Profile) -> str:
+    """Return the table of the method that writes answers in place of plain decoding; "" = none does."""
+    return next((name for name in ("reasoning_steps", "decode") if getattr(profile, name).writer is not None), "")
+
+
+def answer_writer(
+    profile: Profile, lm: LM, pair: ModelPair | None, words: PreTrainedTokenizerBase
+) -> AnswerWriter | None:
+    """Return the writer of a sequence's answers; None = plain decoding. `pair`: the model and the one of the table.
+
+    Raises BadConfig or BadModel if the method does not work with these models.
+    """
+    table = writer_table(profile)
+    return getattr(profile, table).writer(lm, pair, words) if table else None

@@ -235,11 +235,6 @@ class Profile:
         return effects(self)
 
     @property
-    def writer_table(self) -> str:
-        """Table of the method that writes answers in place of plain decoding; "" = none."""
-        return next((name for name in ("reasoning_steps", "decode") if getattr(self, name).writer is not None), "")
-
-    @property
     def is_checked(self) -> bool:
         """True if the full cache verifies drafts of a smaller cache (`[kv]`, `[policy]`, `[kv_format]`, `[sparse]`)."""
         return bool(self.exactness == "exact" and self.spec.checks and SMALLER & self.effects.keys())

@@ -230,7 +230,7 @@ class Sample:
     typical_p: Annotated[float, Range(above=0, most=1)] | None = None  # total probability of typical tokens; 1 = all
     top_n_sigma: Annotated[float, Range(0)] | None = None  # deviations below the best logit to sample from; 0 = all
     bregman_lambda: Annotated[float, Range(0, 1)] | None = None  # cost of a token in Bregman top-k; 0 = off
-    bregman_alpha: Annotated[float, Range(1.1, 2)] = 1.5  # its divergence; 2 adds the same to each token, less favours likely ones
+    bregman_alpha: Annotated[float, Range(1.1, 2)] = 1.5  # its divergence; 2 adds as much to each token that is kept
     xtc_probability: Annotated[float, Range(0, 1)] | None = None  # how often XTC drops all likely tokens but one
     xtc_threshold: Annotated[float, Range(above=0, most=0.5)] | None = None  # probability of a likely token (XTC)
     repetition_penalty: Annotated[float, Range(above=0)] | None = None  # above 1 = fewer repetitions; 1 = off

@@ -3,7 +3,8 @@
     python tests/bench/forks.py [--model demo] [--n 6] [--new 48] [--sides greedy,beam] [--out FILE]
 
 The documents and questions are those of `answers.py`; an answer is right if it has the fact's words. Sides take turns
-at each question, so that *times* compares the same questions: seconds of decoding over those of the first side. *passes*: forward passes, each of up to `forks * (1 + draft)` rows.
+at each question, so that *times* compares the same questions: seconds of decoding over those of the first side.
+*passes*: forward passes, each of up to `forks * (1 + draft)` rows.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ SIDES: dict[str, dict[str, Any]] = {
 @measurement(
     "Answers of {model} to {n} questions over four short documents, by decoding method",
     columns=["side", "right", "of", "tokens", "passes", "seconds", "times"],
-    note="right: answers with the fact's words. times: median of seconds over those of the first side, of the same question.",
+    note="right: answers with the fact's words. times: median of seconds over those of the first side's.",
 )
 def forks(model: str = "demo", n: int = 20, new: int = 48, sides: Words = tuple(SIDES)) -> Rows:
     import kvcli

@@ -114,7 +114,9 @@ FORKED = [row for row in FORKED if row[2] != "first-finish" or SAMPLERS[row[3]].
 SHORT_FORKED = covering(FORKED, 2)
 
 
-@pytest.mark.parametrize(("storage", "dtype", "decoder", "sampler"), marked(FORKED, SHORT_FORKED, spread(SHORT_FORKED, 8)))
+@pytest.mark.parametrize(
+    ("storage", "dtype", "decoder", "sampler"), marked(FORKED, SHORT_FORKED, spread(SHORT_FORKED, 8))
+)
 def test_a_decoding_method_gives_one_answer_with_drafts_and_beside_others(
     storage: str, dtype: str, decoder: str, sampler: str
 ) -> None:

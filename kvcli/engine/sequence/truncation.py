@@ -50,29 +50,26 @@ def keep_sparse(scores: Tensor, cost: float, alpha: float) -> Tensor:
     """Keep the k likeliest tokens for which divergence(q, p) + cost * k is least, and return log q: Bregman top-k
     decoding, arXiv 2505.19371. The divergence has the generator x ** alpha / (alpha * (alpha - 1)), 1 < alpha <= 2."""
     # row by row, because a power may differ in its last bit among vectors of other lengths
-    return torch.stack([_sparse(row, cost, alpha) for row in scores])
+    return torch.stack([_sparse(row.exp(), cost, alpha) for row in scores])
 
 
-def _sparse(scores: Tensor, cost: float, alpha: float) -> Tensor:
-    p, power = scores.exp(), alpha - 1
-    # the divergence is at most 1 / (alpha - 1), so more tokens always cost more than one
-    head = p[: int(1 / (power * cost)) + 1]
-    slope, at = head**power, torch.arange(len(head), device=p.device)
+def _sparse(p: Tensor, cost: float, alpha: float) -> Tensor:
+    head = p[: int(1 / ((alpha - 1) * cost)) + 1]  # more tokens than that always cost more than one
+    slope, at = head ** (alpha - 1), torch.arange(len(head), device=p.device)
     tail = _sum(p**alpha) - (head**alpha).cumsum(-1)  # of the tokens behind each
 
     def nearest(last: Tensor) -> tuple[Tensor, Tensor]:
         """Return the q of the tokens up to `last` that is nearest to p, and its objective."""
-        is_kept, shift = at <= last, (last + 1.0) ** -power  # q is (slope + shift) ** (1 / power) with the sum 1
+        is_kept, shift = at <= last, (last + 1.0) ** (1 - alpha)  # q = (slope + shift) ** (1 / (alpha - 1)) sums to 1
         for _ in range(NEWTON):
-            root = (slope + shift) ** (1 / power)
-            rise = _sum((root / (slope + shift)).where(is_kept, 0.0)) / power
-            shift = shift - (_sum(root.where(is_kept, 0.0)) - 1) / rise
-        q = ((slope + shift) ** (1 / power)).where(is_kept, 0.0)
-        apart = (q**alpha - head**alpha) / (alpha * power) - slope * (q - head) / power
-        return q, _sum(apart.where(is_kept, 0.0)) + tail[last] / alpha + cost * (last + 1)
+            root = ((slope + shift) ** (1 / (alpha - 1))).where(is_kept, 0.0)
+            shift = shift - (_sum(root) - 1) / _sum(root / (slope + shift)) * (alpha - 1)
+        q = ((slope + shift) ** (1 / (alpha - 1))).where(is_kept, 0.0)
+        apart = (q**alpha - head**alpha) / alpha - slope * (q - head)
+        return q, _sum(apart.where(is_kept, 0.0)) / (alpha - 1) + tail[last] / alpha + cost * (last + 1)
 
     low, high = at[:1], at[-1:]
-    for _ in range(len(head).bit_length()):  # the objective is discretely convex in k, so this finds its minimum
+    for _ in range(len(head).bit_length()):  # the objective is discretely convex in k
         middle = (low + high) // 2
         falls = nearest((middle + 1).minimum(high))[1] < nearest(middle)[1]
         low, high = torch.where(falls, middle + 1, low), torch.where(falls, high, middle)

@@ -26,7 +26,7 @@ class AdaDec(Decoding):
     notice: ClassVar[str] = ""
 
     def write(self, forks: Forks) -> Passes[Fork]:
-        """Write a stretch of tokens. Each is sampled as in plain decoding, or chosen by `best` if its entropy is high."""
+        """Write a stretch of tokens, each sampled as in plain decoding or, if its entropy is high, chosen by `best`."""
         fork, most = Fork(), min(STRETCH, forks.most)
         while len(fork.ids) < most and not forks.has_ended(fork):
             yield from forks.compute([fork])
