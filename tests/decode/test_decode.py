@@ -220,7 +220,7 @@ def test_an_answer_of_the_bundled_model() -> None:
     with load("demo", "exact", told) as model:
         want = model.generate(ask, max_new_tokens=24)
         with model.open(set={**told, "decode.method": "beam", "decode.patience": 2}) as text:
-            assert "the answer appears when it is complete" in text.cautions
+            assert "the answer of this decoding method appears when it is complete" in text.cautions
             turn = text.generate(ask, max_new_tokens=24)
             again = text.generate(ask, max_new_tokens=24)
             with pytest.raises(BadInput) as caught:

@@ -12,9 +12,9 @@ from kvcli.methods.decode.forks import Fork, Forks
 
 @dataclass(frozen=True)
 class FirstFinish(Decoding):
-    """First Finish Search (2025, arXiv 2505.18149): samples several answers, takes the shortest. Not measured here.
+    """First Finish Search (2025, arXiv 2505.18149): samples several answers, takes the shortest.
 
-    For models that think aloud: of several thoughts the shorter ones are more often right. Short answers lose detail.
+    Four forks take 1.54 times the seconds of greedy decoding, in 146 passes for 300 (measurements/lab-log.md).
     """
 
     def write(self, forks: Forks) -> Passes[Fork]:

@@ -29,7 +29,7 @@ class Decoding:
     needs: ClassVar[Needs] = Needs(
         NOT_WHOLE | {"prunes", "degrades", "steps", "drafts"}, "a full KV cache, and forks that draft for one another"
     )
-    notice: ClassVar[str] = "the answer appears when it is complete"  # for users; "" = it appears as it is written
+    notice: ClassVar[str] = "the answer of this decoding method appears when it is complete"  # "" = as it is written
 
     @property
     def rows(self) -> int:

@@ -20,10 +20,11 @@ CHOICE = -2  # token whose noise draws the step; no token of a model has this id
 
 @dataclass(frozen=True)
 class PhiDecoding(Decoding):
-    """Phi-decoding (2025, arXiv 2503.13288): takes the step whose foresight is likeliest. Not measured here.
+    """Phi-decoding (2025, arXiv 2503.13288): takes the step whose foresight is likeliest.
 
-    For reasoning at a temperature. Of the paper it lacks several beams and the early end of looking ahead, and compares
-    foresights by their tokens, not by TF-IDF.
+    Four forks take 2.04 times the seconds of greedy decoding (measurements/lab-log.md).
+
+    Of the paper it lacks several beams and the early end of looking ahead. It compares foresights by their tokens.
     """
 
     step: Annotated[int, Range(1, 256)] = 24  # most tokens of a step, which ends with a line before that
