@@ -29,7 +29,8 @@ class AnswerWriter(Protocol):
 
 def writer_table(profile: Profile) -> str:
     """Return the table of the method that writes answers in place of plain decoding; "" = none does."""
-    return next((name for name in ("reasoning_steps", "decode") if getattr(profile, name).writer is not None), "")
+    found = {"reasoning_steps": profile.reasoning_steps.takes, "decode": profile.decode.writer is not None}
+    return next((table for table, writes in found.items() if writes), "")
 
 
 def answer_writer(
@@ -39,5 +40,10 @@ def answer_writer(
 
     Raises BadConfig or BadModel if the method does not work with these models.
     """
-    table = writer_table(profile)
-    return getattr(profile, table).writer(lm, pair, words) if table else None
+    if profile.reasoning_steps.second is not None:
+        from kvcli.methods.steps.open_writer import step_writer
+
+        assert pair is not None, "reasoning steps need a model pair"
+        return step_writer(profile.reasoning_steps.settings, lm, pair, words)
+    found: AnswerWriter | None = profile.decode.writer(lm) if writer_table(profile) else None
+    return found

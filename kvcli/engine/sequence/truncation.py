@@ -75,8 +75,7 @@ def _sparse(p: Tensor, cost: float, alpha: float) -> Tensor:
         points = (low + step * torch.arange(POINTS + 1, device=p.device)).clamp(max=len(head) - 1)
         best = points[nearest(points.unsqueeze(-1))[1].argmin(keepdim=True)]
         low = (best - step).clamp(min=0) if step > 1 else best
-    kept = nearest(low.unsqueeze(-1))[0][0].log()
-    return torch.nn.functional.pad(kept, (0, len(p) - len(head)), value=-torch.inf)
+    return torch.nn.functional.pad(nearest(low.unsqueeze(-1))[0][0].log(), (0, len(p) - len(head)), value=-torch.inf)
 
 
 def drop_top(scores: Tensor, threshold: float, is_due: Tensor) -> Tensor:

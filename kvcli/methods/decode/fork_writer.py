@@ -36,7 +36,7 @@ class Decoding:
         """Maximum rows of a pass; for memory planning."""
         return self.forks * (1 + self.draft)
 
-    def writer(self, lm: LM, *_: object) -> ForkWriter:
+    def writer(self, lm: LM) -> ForkWriter:
         """Return the writer of a sequence's answers. Raises BadConfig for a model with recurrent layers."""
         lm.recurrent_layers.refuse(lm.info.id, "forks have no recurrent state", ["--set decode.method=none"])
         return ForkWriter(self)

@@ -9,18 +9,11 @@ the target model's own, and later drafted steps are dropped. Unlike draft tokens
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
+from typing import Annotated, ClassVar, Literal
 
 from kvcli.kv.footprint import Footprint, ModelSizes
 from kvcli.settings.profile import Needs
 from kvcli.settings.schema import DraftModelRef, Quant, Range
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
-
-    from kvcli.engine.drafting.drafter import ModelPair
-    from kvcli.engine.hf.lm import LM
-    from kvcli.methods.steps.step_writer import Writer
 
 Cut = Literal["line", "sentence", "paragraph"]
 CHECKPOINTS = 8  # recurrent states of the smaller model, if it has recurrent layers
@@ -69,30 +62,6 @@ class LookaheadReasoning:
         """Parts of the answer that the smaller model writes, in words."""
         how = {"exact": "identical", "likely": "likely enough", "alike": "similar to its own"}[self.judge]
         return f"takes steps of {self.model or 'a smaller model'} that are {how}"
-
-    def writer(self, lm: LM, pair: ModelPair | None, words: PreTrainedTokenizerBase) -> Writer:
-        """Return the writer of a sequence's answers. Raises BadConfig if the two models have different tokenizers."""
-        from kvcli.engine.sequence.sampler import Sampler
-        from kvcli.engine.sequence.session import GenerationSession
-        from kvcli.errors import BadConfig
-        from kvcli.kv.tiers.dense import Dense
-        from kvcli.methods.drafts.off import Off
-        from kvcli.methods.steps.step_writer import Writer, ends
-
-        assert pair is not None, "reasoning steps need a model pair"
-        if pair.spelling is not None:
-            raise BadConfig(
-                f"{self.model} cannot write steps for {lm.info.id}: it has another tokenizer",
-                code="other_tokenizer",
-                try_=[
-                    "--set reasoning_steps.model=MODEL, one of the same family",
-                    "--draft MODEL: drafts may be tokenized again, steps not",
-                ],
-            )
-        draft = pair.draft
-        kv = Dense(draft.shapes, draft.dtype, draft.device)
-        session = GenerationSession(draft, kv, Off(), Sampler(), checkpoints=CHECKPOINTS)
-        return Writer(self, session, ends(words, self.ends))
 
     @property
     def rows(self) -> int:

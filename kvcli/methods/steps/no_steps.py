@@ -11,6 +11,5 @@ class NoSteps:
     """No drafted steps (kvcli's own): the model writes all of the answer. Not measured here: it is the baseline."""
 
     second: ClassVar[None] = None  # no draft model
-    writer: ClassVar[None] = None  # the session itself writes
     takes: ClassVar[str] = ""  # no part of the answer is another model's
     rows: ClassVar[int] = 1  # maximum of a pass
