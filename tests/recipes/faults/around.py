@@ -266,7 +266,7 @@ FAULTS = [
         "M1",
         "kvcli/fit/memory.py",
         "max(self.profile.spec.rows, self.profile.reasoning_steps.rows, self.profile.decode.rows)",
-        "rows: int = self.profile.spec.rows",
+        "self.profile.spec.rows",
         "tests/fit/test_plan.py::test_a_pass_has_as_many_rows_as_drafts_or_steps_ask_for",
     ),
     Fault(
