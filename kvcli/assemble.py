@@ -15,6 +15,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from kvcli.errors import BadConfig
+from kvcli.methods.answer_writer import answer_writer as answer_writer
+from kvcli.methods.answer_writer import writer_table as writer_table
 from kvcli.settings.profile import ALTERED, TIERS, Profile
 from kvcli.settings.resolve import method_class
 from kvcli.settings.schema import METHOD_TABLES, NUMBERS, Memory, registries, size_of, texts_of
@@ -302,6 +304,20 @@ def policy(lm: LM, profile: Profile) -> Policy:
     from kvcli.methods.policies.precision.policy import PrecisionBudgetPolicy
 
     return PrecisionBudgetPolicy(**vars(chosen), spending=plan(lm, profile).spending)
+
+
+def can_condense(session: GenerationSession, end: int) -> bool:
+    """True if the context window is large enough to score `end` tokens."""
+    from kvcli.methods.policies.compress_prefix import fits_repetition
+
+    return fits_repetition(session.lm.limit, end)
+
+
+def condense(session: GenerationSession, end: int, most: int) -> Passes[bool]:
+    """Compress the first `end` tokens of a sequence to `most` slots per head. False if that is not possible."""
+    from kvcli.methods.policies.compress_prefix import compress_prefix
+
+    return compress_prefix(session, end, most)
 
 
 def span_reuse(session: GenerationSession, profile: Profile) -> SpanReuse | None:

@@ -19,7 +19,6 @@ from kvcli.engine.drafting.drafter import Costs, ModelPair
 from kvcli.engine.model_info import ModelInfo
 from kvcli.errors import BadConfig, KvcliError
 from kvcli.kv.out_of_memory import as_cache_full, free_caches
-from kvcli.methods.answer_writer import AnswerWriter, answer_writer, writer_table
 from kvcli.models.thinking import thinking_format
 from kvcli.models.tool_calls import call_syntax
 from kvcli.settings.conflicts import cautions
@@ -32,6 +31,7 @@ if TYPE_CHECKING:
     from kvcli.engine.hf.lm import LM
     from kvcli.engine.sequence.constraint import Constraint, Vocabulary
     from kvcli.engine.sequence.session import GenerationSession
+    from kvcli.methods.answer_writer import AnswerWriter
     from kvcli.models.grammar import Grammar
     from kvcli.prefix_cache.prefix_cache import PrefixCache
     from kvcli.settings.profile import Profile
@@ -90,7 +90,7 @@ class LoadedModel:
 
         `by_steps`: the caller generates with `new_writer`. Raises BadConfig if the profile needs that and it is False.
         """
-        if (table := writer_table(self.profile)) and not by_steps:
+        if (table := assemble.writer_table(self.profile)) and not by_steps:
             raise BadConfig(
                 f"{table} works only for answers, not for measuring a text token by token",
                 code="only_answers",
@@ -118,7 +118,7 @@ class LoadedModel:
 
     def new_writer(self) -> AnswerWriter | None:
         """Return the writer that generates by the method of `[reasoning_steps]` or `[decode]`; None = no method."""
-        return answer_writer(self.profile, self.lm, self._draft(), self.tokenizer)
+        return assemble.answer_writer(self.profile, self.lm, self._draft(), self.tokenizer)
 
     def _draft(self) -> ModelPair | None:
         """Return this model paired with the draft model of its profile, loaded at the first call.

@@ -15,7 +15,6 @@ from kvcli.api import MOST_TOP, TokenScore
 from kvcli.engine.forward_request import Coroutine, ForwardRequest
 from kvcli.engine.sequence.token_scores import score_tokens
 from kvcli.errors import BadInput
-from kvcli.methods.answer_writer import writer_table
 
 if TYPE_CHECKING:
     from kvcli.api import Event, Turn
@@ -30,7 +29,8 @@ def refuse_scores(session: GenerationSession, profile: Profile, top: int | None,
     if top is not None and not 0 <= top <= MOST_TOP:
         raise BadInput(f"top_logprobs is {top}", code="bad_logprobs", try_=[f"0 to {MOST_TOP}, or None for no scores"])
     methods = {
-        f"{writer_table(profile)}.method=none": top is not None and writer_table(profile),  # chooses tokens otherwise
+        f"{assemble.writer_table(profile)}.method=none": top is not None
+        and assemble.writer_table(profile),  # chooses tokens otherwise
         "prune.method=none": of_prompt and profile.prune.describe_read,
         "reuse.method=none": of_prompt and profile.reuse.describe_reused,
         "context.on_overflow=drop": of_prompt and session.condensed,  # its first ids stand for more tokens

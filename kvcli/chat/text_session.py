@@ -25,7 +25,6 @@ from kvcli.engine.sequence.state import QUESTION, KindSpan
 from kvcli.errors import BadInput, BadModel
 from kvcli.kv.out_of_memory import CacheFull, Preempted, catch_cache_full
 from kvcli.kv.slots import nbytes
-from kvcli.methods.policies.compress_prefix import compress_prefix, fits_repetition
 from kvcli.models.text import Messages, StopStrings, decode, encode
 from kvcli.models.tool_calls import CallReader
 from kvcli.prefix_cache.live_prefix import common_prefix, copy_prefix, shared_prefix
@@ -167,14 +166,14 @@ class TextSession:
 
     def can_condense(self, ids: Sequence[int]) -> bool:
         """True if the KV cache begins with these ids and memory has room to score their slots."""
-        return self.has_read(ids) and fits_repetition(self.session.lm.limit, len(ids))
+        return self.has_read(ids) and assemble.can_condense(self.session, len(ids))
 
     def condense(self, end: int, most: int, cancel: Cancel) -> list[int] | None:
         """Condense the first `end` tokens to `most` slots per head; returns the ids that then stand for them. None = it
         is impossible, or `cancel()` returned True."""
         self._end()
         with catch_cache_full():
-            if run_to_end(run_until_cancelled(compress_prefix(self.session, end, most), cancel)):
+            if run_to_end(run_until_cancelled(assemble.condense(self.session, end, most), cancel)):
                 return self.session.ids[:most]
         return None
 
