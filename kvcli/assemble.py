@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from kvcli.engine.drafting.drafter import Costs, Drafter, ModelPair
+    from kvcli.engine.forward_request import Passes
     from kvcli.engine.hf.lm import LM
     from kvcli.engine.policy.policy import PerLayerPolicy, Policy
     from kvcli.engine.sequence.sampler import Sampler
