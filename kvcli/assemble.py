@@ -15,13 +15,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from kvcli.errors import BadConfig
+from kvcli.methods.answer_writer import answer_writer as answer_writer
+from kvcli.methods.answer_writer import writer_table as writer_table
 from kvcli.settings.profile import ALTERED, TIERS, Profile
 from kvcli.settings.resolve import method_class
 from kvcli.settings.schema import METHOD_TABLES, NUMBERS, Memory, registries, size_of, texts_of
 
 if TYPE_CHECKING:
     from torch import Tensor
-    from transformers import PreTrainedTokenizerBase
 
     from kvcli.engine.drafting.drafter import Costs, Drafter, ModelPair
     from kvcli.engine.forward_request import Passes
@@ -34,7 +35,6 @@ if TYPE_CHECKING:
     from kvcli.kv.slots import KVCache, Slots
     from kvcli.kv.views.view import CompactView
     from kvcli.methods.reuse.span_reuse import SpanReuse
-    from kvcli.methods.steps.step_writer import Writer
     from kvcli.prefix_cache.prefix_cache import CacheConditions
 
 # tables that the content of a KV cache depends on
@@ -183,7 +183,7 @@ def plan(lm: LM, profile: Profile, held: int = 0) -> CachePlan:
     from kvcli.engine.resources import free_beside_weights, pass_bytes
     from kvcli.kv.cache import plan as tiers
 
-    most, rows = chunk(lm, profile), max(profile.spec.rows, profile.reasoning_steps.rows)
+    most, rows = chunk(lm, profile), max(profile.spec.rows, profile.reasoning_steps.rows, profile.decode.rows)
     is_fit = profile.memory.budget == "fit"  # it reserves memory for passes, on a CPU too
     kind = "cuda" if lm.is_on_accelerator else "cpu"
     dtype = lm.dtype if profile.kv.dtype == "auto" else getattr(torch, NUMBERS[profile.kv.dtype])
@@ -305,35 +305,6 @@ def policy(lm: LM, profile: Profile) -> Policy:
     from kvcli.methods.policies.precision.policy import PrecisionBudgetPolicy
 
     return PrecisionBudgetPolicy(**vars(chosen), spending=plan(lm, profile).spending)
-
-
-def step_writer(lm: LM, profile: Profile, pair: ModelPair | None, words: PreTrainedTokenizerBase) -> Writer | None:
-    """Return the writer that extends an answer by reasoning steps of the model in `[reasoning_steps]`; None = no model.
-
-    Raises BadConfig if the two models have different tokenizers.
-    """
-    from kvcli.engine.sequence.session import GenerationSession
-    from kvcli.kv.tiers.dense import Dense
-    from kvcli.methods.drafts.off import Off
-    from kvcli.methods.steps.lookahead_reasoning import CHECKPOINTS
-    from kvcli.methods.steps.step_writer import Writer, ends
-
-    if profile.reasoning_steps.second is None:
-        return None
-    assert pair is not None, "reasoning steps need a model pair"
-    wanted, draft = profile.reasoning_steps.settings, pair.draft
-    if pair.spelling is not None:
-        raise BadConfig(
-            f"{wanted.model} cannot write steps for {lm.info.id}: it has another tokenizer",
-            code="other_tokenizer",
-            try_=[
-                "--set reasoning_steps.model=MODEL, one of the same family",
-                "--draft MODEL: drafts may be tokenized again, steps not",
-            ],
-        )
-    past, how = Dense(draft.shapes, draft.dtype, draft.device), sampler(lm, profile)
-    its = GenerationSession(draft, past, Off(), how, checkpoints=CHECKPOINTS)
-    return Writer(wanted, its, ends(words, wanted.ends))
 
 
 def can_condense(session: GenerationSession, end: int) -> bool:

@@ -60,6 +60,45 @@ def test_what_drops_nothing_draws_what_the_sorted_candidates_would(seed: int) ->
     assert sampler(row, pos).tolist() == want.tolist()
 
 
+def sparse(p: torch.Tensor, cost: float, alpha: float) -> torch.Tensor:
+    """Bregman top-k by its definition, from probabilities in falling order: every k is tried, and the q that is nearest
+    to p among those with k tokens has phi'(q) = phi'(p) + nu, with phi(x) = x^a / (a (a - 1))."""
+
+    def phi(x: torch.Tensor) -> torch.Tensor:
+        return x**alpha / (alpha * (alpha - 1))
+
+    def slope(x: torch.Tensor) -> torch.Tensor:
+        return x ** (alpha - 1) / (alpha - 1)
+
+    def nearest(k: int) -> torch.Tensor:
+        low, high = 0.0, 1 / (alpha - 1)
+        for _ in range(60):
+            nu = (low + high) / 2
+            q = ((alpha - 1) * (slope(p[:k]) + nu)) ** (1 / (alpha - 1))
+            low, high = (nu, high) if float(q.sum()) < 1 else (low, nu)
+        return torch.cat([q, torch.zeros(len(p) - k, dtype=p.dtype)])
+
+    found = []
+    for k in range(1, len(p) + 1):
+        q = nearest(k)
+        found.append((float((phi(q) - phi(p) - slope(p) * (q - p)).sum()) + cost * k, q))
+    return min(found, key=lambda each: each[0])[1]
+
+
+@pytest.mark.parametrize("alpha", [1.1, 1.5, 1.8, 2.0])
+@pytest.mark.parametrize("cost", [0.0003, 0.004, 0.05])
+def test_bregman_top_k_is_the_nearest_sparse_distribution(cost: float, alpha: float) -> None:
+    drawn = Sampler(temperature=1.0, bregman_lambda=cost, bregman_alpha=alpha)
+    sizes = set()
+    for seed in range(3):
+        row = logits(seed=seed, v=20) * (0.2 + 0.4 * seed)
+        ids, scores = drawn.warp(row)
+        p = torch.softmax(row[0].double(), -1)[ids[0]]
+        torch.testing.assert_close(scores[0].exp(), sparse(p, cost, alpha), atol=1e-9, rtol=1e-7)
+        sizes.add(int((scores > -torch.inf).sum()))
+    assert len(sizes) > 1, "k is chosen for each row"
+
+
 @pytest.mark.parametrize("sampler", SETTINGS)
 @pytest.mark.parametrize("seed", range(5))
 def test_the_distribution_is_that_of_transformers(sampler: Sampler, seed: int) -> None:

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 # Sampling settings that a benchmark sets for every side, whatever the profile says, beside temperature and seed.
 UNCUT = {
     "top_k": 0, "top_p": 1.0, "min_p": 0.0, "typical_p": 1.0, "top_n_sigma": 0.0, "xtc_probability": 0.0,
-    "logit_bias": (), "stop": (), **NO_PENALTY,
+    "bregman_lambda": 0.0, "logit_bias": (), "stop": (), **NO_PENALTY,
 }  # fmt: skip
 
 

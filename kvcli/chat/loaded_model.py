@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from kvcli.engine.hf.lm import LM
     from kvcli.engine.sequence.constraint import Constraint, Vocabulary
     from kvcli.engine.sequence.session import GenerationSession
-    from kvcli.methods.steps.step_writer import Writer
+    from kvcli.methods.answer_writer import AnswerWriter
     from kvcli.models.grammar import Grammar
     from kvcli.prefix_cache.prefix_cache import PrefixCache
     from kvcli.settings.profile import Profile
@@ -90,11 +90,11 @@ class LoadedModel:
 
         `by_steps`: the caller generates with `new_writer`. Raises BadConfig if the profile needs that and it is False.
         """
-        if self.profile.reasoning_steps.takes and not by_steps:
+        if (table := assemble.writer_table(self.profile)) and not by_steps:
             raise BadConfig(
-                "reasoning_steps works only for answers, not for measuring a text token by token",
+                f"{table} works only for answers, not for measuring a text token by token",
                 code="only_answers",
-                try_=["--set reasoning_steps.method=none"],
+                try_=[f"--set {table}.method=none"],
             )
         tells = bool({"evicts", "prunes"} & self.profile.effects.keys())
         kinds = self._kinds() if tells else None
@@ -116,9 +116,9 @@ class LoadedModel:
         """Return the most bytes of KV that a session needs for n tokens, of which `new` are the answer's."""
         return assemble.kv_bytes(self.lm, self.profile, n, new, self._draft())
 
-    def new_writer(self) -> Writer | None:
-        """Return the writer that generates by reasoning steps, if the profile asks for it."""
-        return assemble.step_writer(self.lm, self.profile, self._draft(), self.tokenizer)
+    def new_writer(self) -> AnswerWriter | None:
+        """Return the writer that generates by the method of `[reasoning_steps]` or `[decode]`; None = no method."""
+        return assemble.answer_writer(self.profile, self.lm, self._draft(), self.tokenizer)
 
     def _draft(self) -> ModelPair | None:
         """Return this model paired with the draft model of its profile, loaded at the first call.
@@ -169,7 +169,7 @@ class LoadedModel:
     def cautions(self) -> list[str]:
         """Warnings for the user about the profile on this device, one line each."""
         spends = assemble.plan(self.lm, self.profile).spending.describe if self.profile.memory.spends else ""
-        said = filter(None, (self.profile.prune.describe(self.lm), spends))
+        said = filter(None, (self.profile.prune.describe(self.lm), spends, self.profile.decode.notice))
         return [*self.profile.adaptations, *said, *cautions(self.profile, self.lm.device.type)]
 
     @property

@@ -28,9 +28,9 @@ def refuse_scores(session: GenerationSession, profile: Profile, top: int | None,
     """Raise BadInput if `top` is out of range, or if some tokens have no logits of the model under this profile."""
     if top is not None and not 0 <= top <= MOST_TOP:
         raise BadInput(f"top_logprobs is {top}", code="bad_logprobs", try_=[f"0 to {MOST_TOP}, or None for no scores"])
+    table = assemble.writer_table(profile)
     methods = {
-        "reasoning_steps.method=none": top is not None
-        and profile.reasoning_steps.takes,  # takes another model's tokens
+        f"{table}.method=none": top is not None and table,  # chooses tokens otherwise
         "prune.method=none": of_prompt and profile.prune.describe_read,
         "reuse.method=none": of_prompt and profile.reuse.describe_reused,
         "context.on_overflow=drop": of_prompt and session.condensed,  # its first ids stand for more tokens

@@ -102,8 +102,7 @@ class TextSession:
         self.info, self.tokenizer = model.info, model.tokenizer
         self.thinking_format, self.template_variables = model.thinking_format, model.template_variables
         self.cautions, self.promise, self.foretell = model.cautions, model.exactness_label, model.foretell
-        self.writer = model.new_writer()
-        self.drafts_by = model.drafts_by
+        self.writer, self.drafts_by = model.new_writer(), model.drafts_by
         self.on_overflow = model.profile.context.on_overflow
 
     def _degrade(self, profile: Profile) -> AnswerSettings:
@@ -209,8 +208,8 @@ class TextSession:
 
     def take_cache(self, other: TextSession) -> bool:
         """Take over the KV cache of `other`, if both profiles fill and store it alike; `other` is then empty."""
-        leaves = ("spec", "reasoning_steps", "sample", "thinking", "context")  # tables that do not change the KV cache
-        tables = [table for table in ORDER if table not in leaves]
+        leaves = ("spec", "reasoning_steps", "decode", "sample", "thinking", "context")
+        tables = [table for table in ORDER if table not in leaves]  # those that change the KV cache
         mine, its = self.profile, other.profile
         if other.model.lm is not self.model.lm or any(getattr(mine, table) != getattr(its, table) for table in tables):
             return False

@@ -17,12 +17,12 @@ from typing import TYPE_CHECKING, Any
 from kvcli import assemble
 from kvcli.api import Cancel, Event, Finish, Live, Read, Text, Thought, TokenScore, ToolCall, Turn, Waiting
 from kvcli.chat.scores import scores_of
-from kvcli.engine.forward_request import Coroutine, Passes, await_passes
+from kvcli.engine.forward_request import Coroutine, Passes, await_passes, run_until_cancelled
 from kvcli.engine.policy.policy import Phase
 from kvcli.engine.resources import peak_bytes, used_bytes
 from kvcli.engine.sequence.session import GenerationSession
 from kvcli.engine.sequence.state import RepetitionDetector
-from kvcli.engine.stats import Stats
+from kvcli.engine.stats import Stats, Step
 from kvcli.errors import KvcliError
 from kvcli.kv.out_of_memory import CacheFull, catch_cache_full, free_caches
 from kvcli.kv.slots import KVCache, hit_rate, nbytes
@@ -39,7 +39,7 @@ if TYPE_CHECKING:
     from kvcli.engine.sequence.sampler import Sampler
     from kvcli.engine.sequence.state import KindSpan, Repetition
     from kvcli.kv.slots import Loss
-    from kvcli.methods.steps.step_writer import Writer
+    from kvcli.methods.answer_writer import AnswerWriter
     from kvcli.models.tool_calls import CallReader
 
 # Notes for the user about KV that an approximate profile evicts, quantizes or skips.
@@ -214,7 +214,7 @@ class AnswerSettings:
 
     profile: Profile
     limit: int  # tokens of the context window
-    writer: Writer | None  # generates by reasoning steps, if the profile asks for them
+    writer: AnswerWriter | None  # writes in place of plain decoding, if the profile asks for it
 
 
 @dataclass(frozen=True, slots=True)
@@ -331,8 +331,12 @@ class TurnRun:
                 most, writer = min(self._end - len(ids), self._most(len(answer))), self.terms.writer
                 # with these stops, a pass adds no token after a thought that a constraint waits for
                 stops = {*asked.stops, *self._thinking.end_ids} if self._waits else asked.stops
-                step = yield from session.step(stops, most) if writer is None else writer.step(session, stops, most)
-                stats.add_step(step)
+                work: Passes[Step | None] = session.step(stops, most)
+                if writer is not None:
+                    work = run_until_cancelled(writer.step(session, stops, most), self._cancel)
+                if (made := (yield from work)) is None:
+                    break
+                stats.add_step(step := made)
             if lacks and self._scores is not None:  # a broken pass leaves no scores: its tokens are sampled again
                 session.resume(ids)
             added = session.ids[len(ids) :] if lacks else step.new  # a broken pass may have added some

@@ -86,6 +86,7 @@ class Step:
     queries: Sequence[Tensor] = ()  # per layer [H, tree, D], if the draft needs them
     hidden: Tensor | None = None  # [len(rows.want), E] by row of `logits`, after the last norm, if the draft needs them
     company: Company | None = None  # what shared the pass; None = nothing, so that `seconds` is its time
+    n_passes: int = 1  # forward passes that wrote `new`
 
     @property
     def n_drafted(self) -> int:
@@ -148,7 +149,7 @@ class Stats:
 
     def add_step(self, step: Step) -> None:
         """Count one decoding step."""
-        self.passes += 1
+        self.passes += step.n_passes
         self.new += len(step.new)
         self.decode += step.seconds
         self.lookahead_rows += step.rows.n_rows - step.rows.tree
@@ -156,7 +157,7 @@ class Stats:
         del self.recent[:-64]
         if step.n_drafted:
             self.draft(step.n_drafted, step.n_accepted)
-        elif step.rows.n_rows == 1:
+        elif step.rows.n_rows == step.n_passes == 1:
             self.plain.append(step.seconds)
             del self.plain[:-64]
 

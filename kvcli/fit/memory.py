@@ -248,8 +248,7 @@ class PlannedRun:
     @property
     def rows(self) -> int:
         """Rows of a decoding pass, at most."""
-        rows: int = max(self.profile.spec.rows, self.profile.reasoning_steps.rows)
-        return rows
+        return int(max(self.profile.spec.rows, self.profile.reasoning_steps.rows, self.profile.decode.rows))
 
     @property
     def draws(self) -> bool:

@@ -204,6 +204,7 @@ class Profile:
     sparse: Method
     spec: Method
     reasoning_steps: Method
+    decode: Method
     sample: Sample
     thinking: Thinking
     context: Context

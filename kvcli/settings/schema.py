@@ -221,7 +221,7 @@ NO_PENALTY = {"repetition_penalty": 1.0, "presence_penalty": 0.0, "frequency_pen
 @dataclass(frozen=True)
 class Sample:
     """Sampling of the next token. A key that is absent follows the model's generation_config. The settings act in this
-    order: logit bias, penalties, temperature, top-n-sigma, top-k, top-p, min-p, typical-p, XTC."""
+    order: logit bias, penalties, temperature, top-n-sigma, top-k, top-p, min-p, typical-p, Bregman top-k, XTC."""
 
     temperature: Annotated[float, Range(0)] | None = None  # 0 = always the most likely token
     top_k: Annotated[int, Range(0)] | None = None  # sample from this many most likely tokens; 0 = all
@@ -229,6 +229,8 @@ class Sample:
     min_p: Annotated[float, Range(0, below=1)] | None = None  # drop tokens below this share of the best; 0 = none
     typical_p: Annotated[float, Range(above=0, most=1)] | None = None  # total probability of typical tokens; 1 = all
     top_n_sigma: Annotated[float, Range(0)] | None = None  # deviations below the best logit to sample from; 0 = all
+    bregman_lambda: Annotated[float, Range(0, 1)] | None = None  # cost of a token in Bregman top-k; 0 = off
+    bregman_alpha: Annotated[float, Range(1.1, 2)] = 1.5  # its divergence; 2 adds as much to each token that is kept
     xtc_probability: Annotated[float, Range(0, 1)] | None = None  # how often XTC drops all likely tokens but one
     xtc_threshold: Annotated[float, Range(above=0, most=0.5)] | None = None  # probability of a likely token (XTC)
     repetition_penalty: Annotated[float, Range(above=0)] | None = None  # above 1 = fewer repetitions; 1 = off
@@ -323,6 +325,7 @@ SECTIONS: Mapping[str, type | MethodTable] = {  # tables of a profile, as shown 
     "sparse": MethodTable("method", "none"),
     "spec": MethodTable("method", "off"),
     "reasoning_steps": MethodTable("method", "none"),
+    "decode": MethodTable("method", "none"),
     "sample": Sample,
     "thinking": Thinking,
     "context": Context,

@@ -31,6 +31,11 @@ from kvcli.kernels.native import native
 from kvcli.kv.cache.precision_budget import PrecisionBudget
 from kvcli.kv.slots import KVCache, alike
 from kvcli.kv.tiers.dense import Dense
+from kvcli.methods.decode.adadec import AdaDec
+from kvcli.methods.decode.first_finish import FirstFinish
+from kvcli.methods.decode.fork_writer import Decoding
+from kvcli.methods.decode.patient_beam import PatientBeam
+from kvcli.methods.decode.phi import PhiDecoding
 from kvcli.methods.drafts.lookahead import Lookahead
 from kvcli.methods.drafts.mix import Mix
 from kvcli.methods.drafts.model import SeparateModelDraft
@@ -126,11 +131,20 @@ FURTHER = {
     "cut": Sampler(
         temperature=1.2, top_n_sigma=2.2, min_p=0.01, typical_p=0.9, xtc_probability=0.5, xtc_threshold=0.05, seed=17,
     ),
+    "sparse": Sampler(temperature=1.1, bregman_lambda=0.01, bregman_alpha=1.7, seed=19),
 }  # fmt: skip
 SAMPLERS |= FURTHER
 TOP = {"sampled": 3, "held": 0, "cut": 20}  # likely tokens in the scores of the answer's tokens
 DTYPES = {"fp32": torch.float32, "fp64": torch.float64}
 NUMBERS = {**DTYPES, "bf16": torch.bfloat16}
+
+# decoding methods, which write several forks over one KV cache; drafts of the forks change no answer
+DECODERS: dict[str, Decoding] = {
+    "first-finish": FirstFinish(forks=3),
+    "beam": PatientBeam(forks=3, patience=2.0),
+    "adadec": AdaDec(forks=3, entropy=2.0, ahead=3),
+    "phi": PhiDecoding(forks=3, step=6, ahead=4),
+}
 
 Make = Callable[[Sequence[int]], Drafter]
 DRAFTERS: dict[str, Make] = {
@@ -386,6 +400,16 @@ def written(session: GenerationSession, storage: str = "", top: int | None = Non
     # place in a vector changes its last bits
     text.scores = scores if top is not None and has_bits and storage not in (*FAR, "by query") else ()
     return text
+
+
+def forked(decoder: str, storage: str, sampler: str, dtype: str, draft: int) -> Coroutine[object, list[int]]:
+    """The text that a decoding method writes."""
+    session = opened(storage, "all", sampler, dtype, Off())
+    yield from session.read(prompt(storage)[len(session.ids) :])
+    writer, end = replace(DECODERS[decoder], draft=draft).writer(session.lm), len(session.ids) + NEW
+    while len(session.ids) < end and session.ids[-1] != STOP:
+        yield (yield from writer.step(session, {STOP}, end - len(session.ids)))
+    return session.ids
 
 
 def decode(

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from kvcli.engine import step_time
 from kvcli.engine.drafting.drafter import Drafter, ModelPair
-from kvcli.engine.engine import iterate_events, run_to_end
+from kvcli.engine.engine import generate_together, iterate_events, run_to_end
 from kvcli.engine.forward_request import Coroutine, await_passes
 from kvcli.engine.prefill.prompt_pieces import PromptPieces
 from kvcli.engine.sequence.sampler import Sampler
@@ -35,6 +35,7 @@ from tests.exact.table import (
     BROKEN,
     CANCELLED,
     CHAINS,
+    DECODERS,
     DRAFTERS,
     EXPERTS,
     FURTHER,
@@ -51,6 +52,7 @@ from tests.exact.table import (
     TWINS,
     Make,
     decode,
+    forked,
     lm,
     opened,
     past,
@@ -103,6 +105,25 @@ def test_any_drafter_gives_the_text_of_plain_decoding(
 ) -> None:
     want = plain(storage, policy, sampler, dtype)
     assert decode(storage, policy, sampler, dtype, DRAFTERS[drafter](want)) == want
+
+
+# storages of one tier: a decoding method refuses the others
+WHOLE = [row for row in STORAGES if row[0] in ("dense", "sliding", "sinks", "uneven", "blocks", "latents", "experts")]
+FORKED = [(*stored, *rest) for stored, *rest in product(WHOLE, DECODERS, SAMPLERS)]
+FORKED = [row for row in FORKED if row[2] != "first-finish" or SAMPLERS[row[3]].temperature]
+SHORT_FORKED = covering(FORKED, 2)
+
+
+@pytest.mark.parametrize(
+    ("storage", "dtype", "decoder", "sampler"), marked(FORKED, SHORT_FORKED, spread(SHORT_FORKED, 8))
+)
+def test_a_decoding_method_gives_one_answer_with_drafts_and_beside_others(
+    storage: str, dtype: str, decoder: str, sampler: str
+) -> None:
+    want = run_to_end(forked(decoder, storage, sampler, dtype, 0))
+    beside = written(opened(storage, "all", "sampled", dtype, DRAFTERS["ngram"]([])), storage)
+    tasks = generate_together(*(forked(decoder, storage, sampler, dtype, draft) for draft in (2, 5)), beside)
+    assert [task.result() for task in tasks] == [want, want, plain(storage, "all", "sampled", dtype)]
 
 
 # eight texts each, drafted by turns: a policy meets every storage, a precision each of both

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from kvcli import assemble, load
+from kvcli import load
 from kvcli.engine.drafting.drafter import ModelPair
 from kvcli.engine.engine import generate_together, run_to_end
 from kvcli.engine.forward_request import Passes
@@ -21,6 +21,7 @@ from kvcli.errors import BadConfig, BadInput
 from kvcli.kernels.native import native, why_not
 from kvcli.kv.footprint import ModelSizes
 from kvcli.kv.tiers.dense import Dense
+from kvcli.methods.answer_writer import answer_writer
 from kvcli.methods.steps.judge import Judge
 from kvcli.methods.steps.lookahead_reasoning import CHECKPOINTS, LookaheadReasoning
 from kvcli.methods.steps.step_writer import Writer
@@ -202,7 +203,7 @@ def test_it_is_never_exact_and_refuses_what_it_cannot_keep() -> None:
     by_steps = Profile.load("exact").replace(exactness="approx", reasoning_steps=STEPS)
     words, its = small_tokenizers.demo(), small_tokenizers.metaspace()
     with pytest.raises(BadConfig) as caught:
-        assemble.step_writer(lm(), by_steps, ModelPair(lm(), lm(), TokenMapping(words, its)), words)
+        answer_writer(by_steps, lm(), ModelPair(lm(), lm(), TokenMapping(words, its)), words)
     assert caught.value.code == "other_tokenizer"
     with pytest.raises(BadConfig) as caught:
         load("demo").under(by_steps).new_session()

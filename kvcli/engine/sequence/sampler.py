@@ -60,6 +60,8 @@ class Sampler:
     top_p: float = 1.0  # keep the smallest set with this total probability
     min_p: float = 0.0  # drop tokens less likely than this share of the most likely one
     typical_p: float = 1.0  # keep the most typical tokens with this total probability
+    bregman_lambda: float = 0.0  # keep the number of tokens that Bregman top-k chooses at this cost of each; 0 = all
+    bregman_alpha: float = 1.5  # its divergence
     xtc_probability: float = 0.0  # XTC, which drops all likely tokens but one, acts at this share of positions
     xtc_threshold: float = 0.1  # probability of a likely token
     seed: int = 0
@@ -137,8 +139,8 @@ class Sampler:
     @property
     def keeps_all(self) -> bool:
         """True if every token may be sampled."""
-        none = not self.top_k and not self.min_p and not self.top_n_sigma and not self.xtc_probability
-        return none and self.top_p == self.typical_p == 1
+        drops = self.top_k, self.min_p, self.top_n_sigma, self.bregman_lambda, self.xtc_probability
+        return not any(drops) and self.top_p == self.typical_p == 1
 
     def penalize(self, logits: Tensor, facts: TokenFacts | None) -> Tensor:
         """Return logits with bias and penalties, in float32; unchanged if there are none."""
@@ -195,4 +197,6 @@ class Sampler:
         ):
             if share != off:
                 scores = torch.log_softmax(drop(scores, share), dim=-1)
+        if self.bregman_lambda:
+            scores = truncation.keep_sparse(scores, self.bregman_lambda, self.bregman_alpha)
         return ids, scores
