@@ -288,8 +288,9 @@ def test_a_pass_on_another_stream_is_refused() -> None:
     run_to_end(text.read(PROMPT))
     assert text.lm.stream == 0
     text.lm.stream = 7  # of the passes so far
-    with pytest.raises(UsageError, match="this pass is on another"):
+    with pytest.raises(UsageError, match="this pass is on another") as told:
         run_to_end(text.step())
+    assert told.value.code == "other_stream"
 
 
 @pytest.mark.parametrize("side", ["dense, penalties", "dense, constraint"])

@@ -37,7 +37,7 @@ def test_a_row_for_each_number_of_clients_with_what_the_server_counts(shell: She
 def test_clients_ask_at_the_same_time(shell: Shell) -> None:
     shell.engine.behaviours = ["together"]  # an answer begins when three are asked for
     assert shell(*ENGINE, *RUN, "--clients", "3") == 0
-    assert shell.out.splitlines()[0].split()[:2] == ["clients", "prompt"]
+    assert shell.out.splitlines()[0].split()[:2] == ["clients", "answers"]
 
 
 def test_what_kvcli_serve_tells_beyond_openai_s_fields(shell: Shell) -> None:
