@@ -57,7 +57,7 @@ ONLY = {
 # Raised by 1,237: kernels of joined launches and experts, weights in host memory, every pass captured; the store fell.
 # Raised by 712: GGUF blocks stay quantized on a GPU, draft tokens handed on by the device, memory of drafts, one stream a
 # model, a benchmark of servers, Bregman top-k.
-MOST_LINES = 81_629
+MOST_LINES = 81_636
 
 
 def _module(path: Path) -> str:

@@ -31,7 +31,9 @@ class McpServer:
             found, cursor = [*found, *page.tools], page.next_cursor
             if cursor is None:
                 break
-        each = ({"name": t.name, "description": t.description or "", "parameters": t.input_schema} for t in found)
+        each = [
+            {"name": one.name, "description": one.description or "", "parameters": one.input_schema} for one in found
+        ]
         self.tools = check_tools([{"type": "function", "function": one} for one in each], name)
 
     def call(self, name: str, arguments: Mapping[str, Any]) -> str:
@@ -69,6 +71,10 @@ def mcp_server(typed: str, folder: Path) -> Iterator[McpServer]:
                 error = error.exceptions[0]
             errors.seek(0)
             said = errors.read().strip().splitlines()[-3:]
-            why = f"the MCP server {typed[:80]} did not start: {type(error).__name__}: {error}"
-            raise BadInput(why, code="mcp_failed", lines=said, try_=["run its command alone"]) from None
+            raise BadInput(
+                f"the MCP server {typed[:80]} did not start: {type(error).__name__}: {error}",
+                code="mcp_failed",
+                lines=said,
+                try_=["run its command alone"],
+            ) from None
         yield server

@@ -137,8 +137,8 @@ class ChatTools:
         try:
             done = subprocess.run(command, input=said.encode(), capture_output=True, check=False, cwd=self.world.cwd)
         except OSError as error:
-            why, ways = f"cannot run {command[0]}: {error.strerror}", ["--tool-command 'COMMAND ARGS'"]
-            raise BadInput(why, code="tool_failed", try_=ways) from None
+            ways = ["--tool-command 'COMMAND ARGS'"]
+            raise BadInput(f"cannot run {command[0]}: {error.strerror}", code="tool_failed", try_=ways) from None
         text = done.stdout[:LARGEST].decode(errors="replace").strip()
         if done.returncode:
             text = f"error: exit status {done.returncode}\n{text}\n{done.stderr[-2000:].decode(errors='replace')}"

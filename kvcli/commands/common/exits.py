@@ -304,8 +304,9 @@ def machine_gave_out(error: Exception) -> KvcliError | None:
     name = getattr(error, "filename2", None) or getattr(error, "filename", None)
     if number in CROWDED:
         try_ = ["ulimit -n 1024", "ulimit -u shows your limit of processes"]
-        said = f"the limit of open files or processes is reached: {first}"
-        return DoesNotFit(said, code="too_few_handles", try_=try_)
+        return DoesNotFit(
+            f"the limit of open files or processes is reached: {first}", code="too_few_handles", try_=try_
+        )
     if number == errno.ENAMETOOLONG:
         try_ = ["a shorter name", "kvcli doctor lists the folders in use"]
         return BadInput(f"a name is too long for this file system: {str(name)[:200]}", code="name_too_long", try_=try_)
