@@ -36,8 +36,8 @@ typedef struct {
   int64_t stretch;
   int16_t *q;        // [K / group][M][group]
   int8_t *high, *low;  // for tiles instead of q, in the same memory: q = 128 high + low
-  float *step;       // [K / group][M]
-  int32_t *sum;      // of q, shaped as step
+  float *step, *whole;  // [K / group][M]; sum of x
+  int32_t *start;       // sum of q times -offset, from which sums begin because codes are unsigned; shaped as step
 } Packed;
 
 INLINE float number(const void *p, int64_t i, int is_wide) { return is_wide ? ((const float *)p)[i] : wide1(((const bf16 *)p)[i]); }
@@ -207,11 +207,6 @@ static void rows_chunk(void *arg, int m, char *) {
 
 #if defined(__AVX2__)
 #define HAS_INTEGERS 1
-#if defined(__AVX512F__)
-#define UNPACKED 4  // most rows for which codes are taken apart in registers, again for each ROWS_16
-#else
-#define UNPACKED 1
-#endif
 #define ROWS_16 4  // rows of a tile
 #if HAS_TILES
 #include "linear_quantized_tiles.h"
@@ -238,7 +233,9 @@ static void integers_chunk(void *arg, int m, char *) {
       else store(p->q + at * p->group + k, __builtin_convertvector(__builtin_shufflevector(q, q, 0, 2, 1, 3, 4, 6, 5, 7, 8, 10, 9, 11, 12, 14, 13, 15), S16));
     }
     memcpy(p->step + at, &step, 4);
-    p->sum[at] = __builtin_reduce_add(sum);
+    const int all = __builtin_reduce_add(sum);
+    memcpy(&times, &step, 4);
+    p->whole[at] = (float)all * times, p->start[at] = all * -(int)p->format->offset;
   }
 }
 // sum + a0 * b0 + a1 * b1 by lane, of pairs of int16
@@ -276,8 +273,8 @@ INLINE void integers_tile(int bits, int has_table, int rows, const Packed *p, co
   const int by_group = p->format->group != 0, zeros = by_group && has_zero(p), vecs = rows == 1 ? 4 : VECS;
   for (int n0 = 0; n0 < PANEL; n0 += vecs * 16) {
     I acc[ROWS_16][4];
-    UNROLL for (int m = 0; m < rows; m++)  // codes are unsigned: subtract the offset in advance
-      UNROLL for (int n = 0; n < vecs; n++) acc[m][n] = (I){} - p->sum[of + m] * (int)p->format->offset;
+    UNROLL for (int m = 0; m < rows; m++)
+      UNROLL for (int n = 0; n < vecs; n++) acc[m][n] = (I){} + p->start[of + m];
     const uint32_t *x = (const uint32_t *)(p->q + of * p->group);
 #define DO(unit, from) \
   UNROLL for (int t = 0; t < 4; t++, x += 2) { \
@@ -295,13 +292,13 @@ INLINE void integers_tile(int bits, int has_table, int rows, const Packed *p, co
     HALVES(bits, w, q, p->group, DO)
 #undef DO
     UNROLL for (int m = 0; m < rows; m++) {
-      const float step = p->step[of + m], whole = (float)p->sum[of + m] * step;
+      const F step = splat(p->step[of + m]), whole = splat(p->whole[of + m]);
       UNROLL for (int n = 0; n < vecs; n++) {
         float *to = part + (m0 + m) * PANEL + n0 + n * 16;
         const float *scale = pair + n0 + n * 16;
         F v = __builtin_convertvector(acc[m][n], F) * step;  // exact: a power of two
         v = by_group ? fma_(v, load(F, scale), load(F, to)) : v + load(F, to);
-        store(to, zeros ? fma_(splat(whole), load(F, scale + PANEL), v) : v);
+        store(to, zeros ? fma_(whole, load(F, scale + PANEL), v) : v);
       }
     }
   }
@@ -320,6 +317,7 @@ static void integers_of_pairs(const Packed *p, const uint32_t *w, const float *p
 }
 INLINE void integers_panel(int bits, int has_table, const Packed *p) {
   const int64_t groups = p->K / p->group, some = BLOCK / p->group, size = p->group * PANEL * bits / 8;
+  const int64_t few = bits == 8 ? INT64_MAX : bits == 4 && !has_table ? 8 : 4;  // most rows whose tiles each take codes apart
   float part[p->M * PANEL];
   _Alignas(64) float scales[BLOCK / 16 * 2 * PANEL];
   _Alignas(64) uint32_t pairs[BLOCK / 2 * PANEL];
@@ -329,7 +327,7 @@ INLINE void integers_panel(int bits, int has_table, const Packed *p) {
     const float *pair = scales + j % some * 2 * PANEL;
     if (p->format->group && j % some == 0) pairs_of(p, j, groups - j < some ? groups : j + some, scales);
     if (p->M > 2) ask_for((const char *)p->w + (j + some) * size, size);
-    if (p->M <= UNPACKED) integers_rows(bits, has_table, p, p->w, j * p->group, pair, j, part);
+    if (p->M <= few) integers_rows(bits, has_table, p, p->w, j * p->group, pair, j, part);
     else {
       to_pairs(bits, has_table, p, j * p->group, pairs);
       integers_of_pairs(p, pairs, pair, j, part);
@@ -356,7 +354,7 @@ static int packed_all(const void *x, const Output *outputs, int n, int64_t M, in
   const int by_integers = HAS_INTEGERS && !is_wide, size = is_wide ? 4 : 2;
   const int64_t even = K % 128 == 0 ? 128 : K % 64 == 0 ? 64 : K % 32 == 0 ? 32 : 16, most = M < TALL ? M : TALL;
   const int64_t group = f->group ? f->group : even;
-  char *scratch = take_room(OF_ROWS, most * K * 4 + most * (K / group) * 8 + 16 * 128);  // tiles read 16 rows
+  char *scratch = take_room(OF_ROWS, most * K * 4 + most * (K / group) * 12 + 16 * 128);  // tiles read 16 rows
   if (!scratch) return 0;
   for (int64_t m = 0; m < M; m += TALL) {
     const int64_t rows = M - m < TALL ? M - m : TALL;
@@ -367,7 +365,7 @@ static int packed_all(const void *x, const Output *outputs, int n, int64_t M, in
     const int64_t steps = rows * (K / p.group);
     p.stretch = group < STRETCH ? group : STRETCH;
     p.rows = (float *)scratch, p.sums = p.rows + rows * K;
-    p.step = (float *)scratch, p.sum = (int32_t *)p.step + steps, p.q = (int16_t *)(p.sum + steps);
+    p.step = (float *)scratch, p.whole = p.step + steps, p.start = (int32_t *)p.whole + steps, p.q = (int16_t *)(p.start + steps);
     p.high = (int8_t *)p.q, p.low = p.high + rows * K;
     const job_fn before = by_integers ? integers_chunk : rows_chunk;
     if (rows >= MANY) pool_run(before, &p, (int)rows, 0);

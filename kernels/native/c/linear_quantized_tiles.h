@@ -28,7 +28,7 @@ INLINE void digit_sums(const uint8_t *w, const int8_t *x, int64_t group, int64_t
 // Add group j to the sums `part` [M][64]; w: its codes as bytes
 INLINE void digits_group(const Packed *p, int64_t j, const uint8_t *w, int64_t deep, float *part) {
   int32_t high[16 * PANEL], low[16 * PANEL];
-  const int offset = (int)p->format->offset, by_group = p->format->group != 0, zeros = by_group && has_zero(p);
+  const int by_group = p->format->group != 0, zeros = by_group && has_zero(p);
   float pairs[2 * PANEL];
   if (by_group) pairs_of(p, j, j + 1, pairs);
   for (int64_t m0 = 0; m0 < p->M; m0 += 16) {
@@ -36,11 +36,10 @@ INLINE void digits_group(const Packed *p, int64_t j, const uint8_t *w, int64_t d
     digit_sums(w, p->low + (j * p->M + m0) * p->group, p->group, deep, low);
     for (int64_t m = 0; m < 16 && m0 + m < p->M; m++) {
       const int64_t of = j * p->M + m0 + m;
-      const int32_t both = p->sum[of];
-      const float step = p->step[of], whole = (float)both * step;
+      const float step = p->step[of], whole = p->whole[of];
       for (int n = 0; n < 4; n++) {
         float *to = part + (m0 + m) * PANEL + n * 16;
-        const I sum = (load(I, high + m * PANEL + n * 16) << 7) + load(I, low + m * PANEL + n * 16) - both * offset;
+        const I sum = (load(I, high + m * PANEL + n * 16) << 7) + load(I, low + m * PANEL + n * 16) + p->start[of];
         const F v = __builtin_convertvector(sum, F) * step, next = by_group ? fma_(v, load(F, pairs + n * 16), load(F, to)) : v + load(F, to);
         store(to, zeros ? fma_(splat(whole), load(F, pairs + PANEL + n * 16), next) : next);
       }
