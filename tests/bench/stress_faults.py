@@ -204,7 +204,7 @@ def _saved_chat(folder: Path) -> None:
     chats.write(older, ChatDocument.model_validate(about | {"messages": messages}))
 
 
-DATABASE, OF_SQLITE = "home/data/kvcli.db", ("-wal", "-shm")
+DATABASE, OF_SQLITE = "home/data/kvcli.db", ("-wal", "-shm", "-journal")
 CASES = {
     "chat -p": Case(_chat, (3,)),
     "chat": Case(_talk),
@@ -271,10 +271,8 @@ def wrong(case: Case, before: dict[str, bytes], usual: Ended, got: Ended, *, is_
             yield f"{name} is gone"
         elif now is not None and not (now == data or now.startswith(data) or whole(name, now, usual, got.files)):
             yield f"{name} is damaged: {now[:80]!r}"
-    if (chats := before.get(DATABASE)) is not None:
-        now = _turns(got.files.get(DATABASE, b""), got.files.get(f"{DATABASE}-wal", b"")) or set()
-        if lost := (_turns(chats, b"") or set()) - now:
-            yield f"{DATABASE} has lost {lost}"
+    if DATABASE in before and (lost := (_turns(before) or set()) - (_turns(got.files) or set())):
+        yield f"{DATABASE} has lost {lost}"
     for name, data in got.files.items():
         if name not in before and ".part" not in name and not whole(name, data, usual, got.files):
             yield f"{name} is not whole: {data[:80]!r}"
@@ -288,7 +286,7 @@ def wrong(case: Case, before: dict[str, bytes], usual: Ended, got: Ended, *, is_
 def whole(name: str, data: bytes, usual: Ended, files: dict[str, bytes]) -> bool:
     """Whether a file has all of its content: as in the undisturbed run, or, where times stand in it, its last line."""
     if name.startswith(DATABASE):
-        return name.endswith(OF_SQLITE) or _turns(data, files.get(f"{name}-wal", b"")) is not None
+        return name.endswith(OF_SQLITE) or _turns(files) is not None
     if name.endswith(".json"):
         try:
             json.loads(data)
@@ -300,11 +298,12 @@ def whole(name: str, data: bytes, usual: Ended, files: dict[str, bytes]) -> bool
     return data == usual.files.get(name) or (name.endswith(".md") and data.endswith(b"\n"))
 
 
-def _turns(data: bytes, wal: bytes) -> set[tuple[str, str]] | None:
-    """Questions and answers in a database, with what was written to it last; None if SQLite's own check fails."""
+def _turns(files: dict[str, bytes]) -> set[tuple[str, str]] | None:
+    """Questions and answers as SQLite finds them when it opens these files; None if its own check fails."""
     with tempfile.TemporaryDirectory() as folder, suppress(sqlite3.DatabaseError):
-        (Path(folder) / "a.db").write_bytes(data)
-        (Path(folder) / "a.db-wal").write_bytes(wal)
+        for side in ("", "-wal", "-journal"):  # a journal left by a write that failed is rolled back
+            if f"{DATABASE}{side}" in files or not side:
+                (Path(folder) / f"a.db{side}").write_bytes(files.get(f"{DATABASE}{side}", b""))
         with closing(sqlite3.connect(Path(folder) / "a.db")) as db:
             if list(db.execute("PRAGMA integrity_check")) == [("ok",)]:
                 return set(db.execute("SELECT question, answer FROM turns"))
