@@ -60,7 +60,8 @@ def gguf_rows(
                 side.linear_quantized(*at, m, outputs, inputs, form.address, False)  # noqa: B023
 
         runs = {
-            (name, m): partial(seconds, partial(all_copies, side, m)) for (name, side), m in product(sides.items(), rows)
+            (name, m): partial(seconds, partial(all_copies, side, m))
+            for (name, side), m in product(sides.items(), rows)
         }
         took = in_turns(runs, reps)
         for m in rows:
