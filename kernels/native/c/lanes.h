@@ -24,8 +24,6 @@ typedef float F __attribute__((vector_size(64), aligned(4)));     // 16 x fp32
 typedef int32_t I __attribute__((vector_size(64), aligned(4)));   // 16 x int32
 typedef uint32_t U __attribute__((vector_size(64), aligned(4)));  // 16 x uint32: also 16 pairs of bf16
 typedef uint16_t H __attribute__((vector_size(32), aligned(2)));  // 16 x bf16
-typedef int16_t S16 __attribute__((vector_size(32), aligned(2)));  // 16 x int16
-typedef uint16_t W16 __attribute__((vector_size(64), aligned(4)));  // 32 x uint16
 typedef _Float16 H16 __attribute__((vector_size(32), aligned(2)));  // 16 x fp16
 typedef int8_t B __attribute__((vector_size(16), aligned(1)));    // 16 x int8
 

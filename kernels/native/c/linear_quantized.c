@@ -10,13 +10,13 @@
 //   else      bytes of each panel, by `span` inputs: d [64] in fp16 or bf16 and, with has_min, least [64]; then by group
 //             a factor of d [64] and one of least [64], as bytes or as nibbles of one byte. zero = -least
 //
-// On x86 a row of bf16 becomes integers of 15 bits for each group: x = step * q, step a power of two. Numbers within 2^6
-// of their group's largest are exact, others are off by at most 2^-14 of it. Sums of integers are exact in any order,
-// so all kinds of x86 CPU give the same bits. Otherwise, and for fp32, codes are converted to fp32: a chain over k,
-// then the scale.
+// If the CPU multiplies bytes, a row of bf16 becomes two integer digits for each group: x = step (128 high + low), step
+// a power of two. Numbers within 2^6 of their group's largest are exact, others are off by at most 2^-14 of it. Sums of
+// integers are exact in any order. With AVX2 alone the two are one digit of 16 bits, x = step high, in the memory of
+// both: the same sums and bits. Otherwise, and for fp32, codes are converted to fp32: a chain over k, then the scale.
 #include "linear.c"  // for its tiles
 #define STRETCH 32  // inputs whose codes are converted at a time
-#define BLOCK 256   // inputs whose scales are converted at a time
+#define BLOCK 256   // inputs whose codes are converted to bytes at a time: 16 KiB stay in the first-level cache
 
 typedef struct {
   int64_t bits, group, offset, span, has_min, factor_bits, is_bf16, has_table;
@@ -34,10 +34,9 @@ typedef struct {
   int64_t of_factor, of_span, log;  // bytes of a group's factors, and of a span; log2 of groups in a span
   float *rows, *sums;  // x in fp32, [K / stretch][M][stretch]; sums over groups [K / group][M]
   int64_t stretch;
-  int16_t *q;        // [K / group][M][group]
-  int8_t *high, *low;  // for tiles instead of q, in the same memory: q = 128 high + low
-  float *step, *whole;  // [K / group][M]; sum of x
-  int32_t *start;       // sum of q times -offset, from which sums begin because codes are unsigned; shaped as step
+  int8_t *high, *low;         // [K / group][M][group]
+  float *step;                // [K / group][M]
+  int32_t *of_high, *of_low;  // sums of the digits, shaped as step
 } Packed;
 
 INLINE float number(const void *p, int64_t i, int is_wide) { return is_wide ? ((const float *)p)[i] : wide1(((const bf16 *)p)[i]); }
@@ -110,6 +109,15 @@ INLINE U codes(int bits, int has_table, const Format *f, const uint32_t *w, int 
     if (here & 16) { DO(unit, 4); } \
     else { DO(unit, 0); } \
   }
+// Codes as bytes, [n / 4][64][4]
+INLINE void to_bytes(int bits, int has_table, const Format *f, const uint32_t *w, int64_t q, int64_t n, uint8_t *to) {
+#define DO(unit, from) \
+  UNROLL for (int t = 0; t < 4; t++) \
+    UNROLL for (int i = 0; i < 4; i++, to += 64) store(to, codes(bits, has_table, f, unit, from + t, i * 16))
+  HALVES(bits, w, q, n, DO)
+#undef DO
+}
+
 // ---- codes converted to fp32 ----
 
 INLINE F code(const Packed *p, U four, int i) { return __builtin_convertvector((I)(four >> 8 * i & 255) - (int)p->format->offset, F); }
@@ -203,155 +211,213 @@ static void rows_chunk(void *arg, int m, char *) {
   }
 }
 
-// ---- integers ----
+// ---- digits ----
 
-#if defined(__AVX2__)
-#define HAS_INTEGERS 1
-#define ROWS_16 4  // rows of a tile
-#if HAS_TILES
-#include "linear_quantized_tiles.h"
+#if defined(__AVX512BF16__) || (defined(__AVX2__) && !defined(__AVX512F__))
+#define HAS_DIGITS 1
+#if defined(__AVX512BF16__)
+#define DIGIT_ROWS 2  // rows of a tile
 #else
-#define FEW_DIGITS INT64_MAX
-#define digits_by_tiles(bits, has_table, p, part)
-#define put_digits(p, i, q)
+#define DIGIT_ROWS 4
+typedef int16_t S __attribute__((vector_size(32), aligned(2)));   // 16 x int16
+typedef uint16_t W __attribute__((vector_size(64), aligned(4)));  // 32 x uint16
 #endif
-static void integers_chunk(void *arg, int m, char *) {
+static void digits_chunk(void *arg, int m, char *) {
   const Packed *p = arg;
   const bf16 *x = (const bf16 *)p->x + m * p->K;
   for (int64_t at = m; at < p->M * (p->K / p->group); at += p->M, x += p->group) {
+#if defined(__AVX512BF16__)
+    int8_t *high = p->high + at * p->group, *low = p->low + at * p->group;
+#else
+    int16_t *high = (int16_t *)p->high + at * p->group;
+#endif
     U top = {0};
     for (int64_t k = 0; k < p->group; k += 16) top = __builtin_elementwise_max(top, __builtin_convertvector(load(H, x + k), U) & 0x7f80);
     const int e = (int)(__builtin_reduce_max(top) >> 7), least = e < 20 ? 20 : e;  // biased exponent of the largest number
     const uint32_t step = e == 255 ? 0x7fc00000u : (uint32_t)(least - 13) << 23, inverse = (uint32_t)(254 - (least - 13)) << 23;
     float times;
     memcpy(&times, &inverse, 4);
-    I sum = {0};
+#if defined(__AVX512BF16__)
+    I of_high = {0}, of_low = {0};
     for (int64_t k = 0; k < p->group; k += 16) {
-      const I q = (I)(wide(load(H, x + k)) * times + 12582912.f) - 0x4b400000;  // to nearest even: 3 * 2^22 has units in its last bit
-      sum += q;
-      if (p->M >= FEW_DIGITS) { put_digits(p, at * p->group + k, q); }
-      else store(p->q + at * p->group + k, __builtin_convertvector(__builtin_shufflevector(q, q, 0, 2, 1, 3, 4, 6, 5, 7, 8, 10, 9, 11, 12, 14, 13, 15), S16));
+      const I q = (I)_mm512_cvtps_epi32((__m512)(wide(load(H, x + k)) * times)), h = q >> 7, l = q & 127;
+      of_high += h, of_low += l;
+      _mm_storeu_si128((void *)(high + k), _mm512_cvtepi32_epi8((__m512i)h));
+      _mm_storeu_si128((void *)(low + k), _mm512_cvtepi32_epi8((__m512i)l));
     }
     memcpy(p->step + at, &step, 4);
-    const int all = __builtin_reduce_add(sum);
-    memcpy(&times, &step, 4);
-    p->whole[at] = (float)all * times, p->start[at] = all * -(int)p->format->offset;
+    p->of_high[at] = __builtin_reduce_add(of_high), p->of_low[at] = __builtin_reduce_add(of_low);
+#else
+    I sum = {0};
+    for (int64_t k = 0; k < p->group; k += 16) {  // 3 * 2^22 has units in its last bit: the sum is rounded to even
+      const I q = (I)(wide(load(H, x + k)) * times + 12582912.f) - 0x4b400000;
+      sum += q;
+      store(high + k, __builtin_convertvector(__builtin_shufflevector(q, q, 0, 2, 1, 3, 4, 6, 5, 7, 8, 10, 9, 11, 12, 14, 13, 15), S));
+    }
+    memcpy(p->step + at, &step, 4);
+    p->of_high[at] = __builtin_reduce_add(sum);
+#endif
   }
 }
-// sum + a0 * b0 + a1 * b1 by lane, of pairs of int16
-INLINE I dot16(I sum, U a, U b) {
-#if defined(__AVX512VNNI__)
-  return (I)_mm512_dpwssd_epi32((__m512i)sum, (__m512i)a, (__m512i)b);
-#elif defined(__AVX512BW__)
-  return sum + (I)_mm512_madd_epi16((__m512i)a, (__m512i)b);
+#if defined(__AVX512BF16__)
+INLINE __m512i same_four(const int8_t *x) {  // the same four bytes in all lanes
+  __m512i v = _mm512_set1_epi32(*(const int *)x);
+  __asm__("" : "+v"(v));
+  return v;
+}
+// Groups from j to end, whose codes begin at w, for rows from m0 on, added to `part` [M][64].
+INLINE void digits_tile(int bits, int has_table, int rows, const Packed *p, const uint32_t *w, const float *pairs, int64_t j, int64_t end, int64_t m0, float *part) {
+  const int64_t group = p->group, first = j;
+  const int offset = (int)p->format->offset, by_group = p->format->group != 0, zeros = by_group && has_zero(p);
+  for (; j < end; j++, pairs += 2 * PANEL) {
+    const int64_t of = j * p->M + m0;
+    __m512i high[2][4], low[2][4];
+    _Alignas(64) float sums[2 * PANEL], whole[2];
+    UNROLL for (int m = 0; m < rows; m++) {
+      whole[m] = (float)(p->of_high[of + m] * 128 + p->of_low[of + m]) * p->step[of + m];
+      UNROLL for (int n = 0; n < 4; n++) {  // bytes are unsigned: subtract the offset in advance
+        high[m][n] = _mm512_set1_epi32(p->of_high[of + m] * -offset);
+        low[m][n] = _mm512_set1_epi32(p->of_low[of + m] * -offset);
+      }
+    }
+    const int8_t *xh = p->high + of * group, *xl = p->low + of * group;
+#define DO(unit, from) \
+  UNROLL for (int t = 0; t < 4; t++, xh += 4, xl += 4) { \
+    __m512i wv[4]; \
+    UNROLL for (int n = 0; n < 4; n++) wv[n] = (__m512i)codes(bits, has_table, p->format, unit, from + t, n * 16); \
+    UNROLL for (int m = 0; m < rows; m++) { \
+      const __m512i h = same_four(xh + m * group), l = same_four(xl + m * group); \
+      UNROLL for (int n = 0; n < 4; n++) { \
+        high[m][n] = _mm512_dpbusd_epi32(high[m][n], wv[n], h); \
+        low[m][n] = _mm512_dpbusd_epi32(low[m][n], wv[n], l); \
+      } \
+    } \
+  }
+    HALVES(bits, w, (j - first) * group, group, DO)
+#undef DO
+    UNROLL for (int m = 0; m < rows; m++)
+      UNROLL for (int n = 0; n < 4; n++)  // products with a power of two are exact
+        store(sums + m * PANEL + n * 16, __builtin_convertvector(((I)high[m][n] << 7) + (I)low[m][n], F) * p->step[of + m]);
+    for (int n = 0; n < PANEL; n += 16)
+      for (int m = 0; m < rows; m++) {
+        float *to = part + (m0 + m) * PANEL + n;
+        F sum = load(F, sums + m * PANEL + n);
+        sum = by_group ? fma_(sum, load(F, pairs + n), load(F, to)) : sum + load(F, to);
+        store(to, zeros ? fma_(splat(whole[m]), load(F, pairs + PANEL + n), sum) : sum);
+      }
+  }
+}
 #else
+// sum + a0 * b0 + a1 * b1 by lane, of pairs of int16
+INLINE I pairs16(I sum, U a, U b) {
   __m256i x[2], y[2];
   memcpy(x, &a, 64), memcpy(y, &b, 64);
   x[0] = _mm256_madd_epi16(x[0], y[0]), x[1] = _mm256_madd_epi16(x[1], y[1]);
   memcpy(&a, x, 64);
   return sum + (I)a;
-#endif
 }
-// Inputs 4 t + i and 4 t + i + 2 of a unit as int16, i 0 or 1; of 16 bits: as `to_pairs` arranged them
-INLINE U pair_of(int bits, const uint32_t *w, U four, int t, int n, int i) {
-  if (bits == 16) return load(U, w + (2 * t + i) * PANEL + n);
-  return i ? (U)((W16)four >> 8) : four & 0x00ff00ff;
-}
-INLINE void to_pairs(int bits, int has_table, const Packed *p, int64_t q, uint32_t *to) {
-#define DO(unit, from) \
-  UNROLL for (int t = 0; t < 4; t++, to += 2 * PANEL) \
-    UNROLL for (int n = 0; n < PANEL; n += 16) { \
-      const U four = codes(bits, has_table, p->format, unit, from + t, n); \
-      UNROLL for (int i = 0; i < 2; i++) store(to + i * PANEL + n, pair_of(bits, unit, four, t, n, i)); \
-    }
-  HALVES(bits, p->w, q, p->group, DO)
-#undef DO
-}
-// Group j for `rows` rows from m0 on, added to `part` [M][64]; its codes begin at input q of w
-INLINE void integers_tile(int bits, int has_table, int rows, const Packed *p, const uint32_t *w, int64_t q, const float *pair, int64_t j, int64_t m0, float *part) {
-  const int64_t of = j * p->M + m0;
-  const int by_group = p->format->group != 0, zeros = by_group && has_zero(p), vecs = rows == 1 ? 4 : VECS;
-  for (int n0 = 0; n0 < PANEL; n0 += vecs * 16) {
-    I acc[ROWS_16][4];
-    UNROLL for (int m = 0; m < rows; m++)
-      UNROLL for (int n = 0; n < vecs; n++) acc[m][n] = (I){} + p->start[of + m];
-    const uint32_t *x = (const uint32_t *)(p->q + of * p->group);
+// As above. A word of codes is two pairs, of inputs 4 t and 4 t + 2, and of those after them: so digits are stored
+INLINE void digits_tile(int bits, int has_table, int rows, const Packed *p, const uint32_t *w, const float *pairs, int64_t j, int64_t end, int64_t m0, float *part) {
+  const int64_t group = p->group, first = j;
+  const int offset = (int)p->format->offset, by_group = p->format->group != 0, zeros = by_group && has_zero(p), vecs = rows == 1 ? 4 : VECS;
+  for (; j < end; j++, pairs += 2 * PANEL) {
+    const int64_t of = j * p->M + m0;
+    if (!m0 && p->M > 2) ask_for((const char *)p->w + (j * group + BLOCK) * PANEL * p->format->bits / 8, group * PANEL * p->format->bits / 8);
+    float whole[DIGIT_ROWS];
+    UNROLL for (int m = 0; m < rows; m++) whole[m] = (float)p->of_high[of + m] * p->step[of + m];
+    for (int n0 = 0; n0 < PANEL; n0 += vecs * 16) {
+      I acc[DIGIT_ROWS][4];
+      UNROLL for (int m = 0; m < rows; m++)
+        UNROLL for (int n = 0; n < vecs; n++) acc[m][n] = (I){} + p->of_high[of + m] * -offset;
+      const uint32_t *x = (const uint32_t *)p->high + of * group / 2;
 #define DO(unit, from) \
   UNROLL for (int t = 0; t < 4; t++, x += 2) { \
-    U two[4][2]; \
+    U wv[4][2]; \
     UNROLL for (int n = 0; n < vecs; n++) { \
-      const U four = bits == 16 ? (U){0} : codes(bits, has_table, p->format, unit, from + t, n0 + n * 16); \
-      UNROLL for (int i = 0; i < 2; i++) two[n][i] = pair_of(bits, unit, four, from + t, n0 + n * 16, i); \
+      const U four = codes(bits, has_table, p->format, unit, from + t, n0 + n * 16); \
+      wv[n][0] = four & 0x00ff00ff, wv[n][1] = (U)((W)four >> 8); \
     } \
     UNROLL for (int m = 0; m < rows; m++) \
       UNROLL for (int i = 0; i < 2; i++) { \
-        const U xv = (U)spread(x + m * p->group / 2 + i); \
-        UNROLL for (int n = 0; n < vecs; n++) acc[m][n] = dot16(acc[m][n], two[n][i], xv); \
+        const U xv = (U)spread(x + m * group / 2 + i); \
+        UNROLL for (int n = 0; n < vecs; n++) acc[m][n] = pairs16(acc[m][n], wv[n][i], xv); \
       } \
   }
-    HALVES(bits, w, q, p->group, DO)
+      HALVES(bits, w, (j - first) * group, group, DO)
 #undef DO
-    UNROLL for (int m = 0; m < rows; m++) {
-      const F step = splat(p->step[of + m]), whole = splat(p->whole[of + m]);
-      UNROLL for (int n = 0; n < vecs; n++) {
-        float *to = part + (m0 + m) * PANEL + n0 + n * 16;
-        const float *scale = pair + n0 + n * 16;
-        F v = __builtin_convertvector(acc[m][n], F) * step;  // exact: a power of two
-        v = by_group ? fma_(v, load(F, scale), load(F, to)) : v + load(F, to);
-        store(to, zeros ? fma_(whole, load(F, scale + PANEL), v) : v);
-      }
+      UNROLL for (int m = 0; m < rows; m++)
+        UNROLL for (int n = 0; n < vecs; n++) {
+          const float *scale = pairs + n0 + n * 16;
+          float *to = part + (m0 + m) * PANEL + n0 + n * 16;
+          const F v = __builtin_convertvector(acc[m][n], F) * p->step[of + m], sum = by_group ? fma_(v, load(F, scale), load(F, to)) : v + load(F, to);
+          store(to, zeros ? fma_(splat(whole[m]), load(F, scale + PANEL), sum) : sum);
+        }
     }
   }
 }
-INLINE void integers_rows(int bits, int has_table, const Packed *p, const uint32_t *w, int64_t q, const float *pair, int64_t j, float *part) {
-  int64_t m = 0;
-  for (; m + ROWS_16 <= p->M; m += ROWS_16) integers_tile(bits, has_table, ROWS_16, p, w, q, pair, j, m, part);
-  switch (p->M - m) {
-    case 1: integers_tile(bits, has_table, 1, p, w, q, pair, j, m, part); break;
-    case 2: integers_tile(bits, has_table, 2, p, w, q, pair, j, m, part); break;
-    case 3: integers_tile(bits, has_table, 3, p, w, q, pair, j, m, part); break;
+#endif
+// All rows by DIGIT_ROWS. `size` bytes at `next` are read afterwards: they are prefetched meanwhile
+INLINE void digits_rows(int bits, int has_table, const Packed *p, const void *w, const float *pairs, int64_t j, int64_t end, float *part, const char *next, int64_t size) {
+  const int64_t share = UP(size * DIGIT_ROWS / UP(p->M, DIGIT_ROWS), 64);
+  for (int64_t m = 0, at = 0; m < p->M; m += DIGIT_ROWS, at += share) {
+    ask_for(next + at, size - at < share ? size - at : share);
+#if DIGIT_ROWS > 2
+    if (p->M - m > 3) digits_tile(bits, has_table, 4, p, w, pairs, j, end, m, part);
+    else if (p->M - m > 2) digits_tile(bits, has_table, 3, p, w, pairs, j, end, m, part);
+    else
+#endif
+    if (p->M - m > 1) digits_tile(bits, has_table, 2, p, w, pairs, j, end, m, part);
+    else digits_tile(bits, has_table, 1, p, w, pairs, j, end, m, part);
   }
 }
-static void integers_of_pairs(const Packed *p, const uint32_t *w, const float *pair, int64_t j, float *part) {
-  integers_rows(16, 0, p, w, 0, pair, j, part);
+static void digits_of_bytes(const Packed *p, const void *w, const float *pairs, int64_t j, int64_t end, float *part, const char *next, int64_t size) {
+  digits_rows(8, 0, p, w, pairs, j, end, part, next, size);
 }
-INLINE void integers_panel(int bits, int has_table, const Packed *p) {
-  const int64_t groups = p->K / p->group, some = BLOCK / p->group, size = p->group * PANEL * bits / 8;
-  const int64_t few = bits == 8 ? INT64_MAX : bits == 4 && !has_table ? 8 : 4;  // most rows whose tiles each take codes apart
+#if HAS_TILES
+#include "linear_quantized_tiles.h"
+#else
+#define FEW_DIGITS INT64_MAX
+#define digits_by_tiles(bits, has_table, p, part)
+#endif
+INLINE void digits_panel(int bits, int has_table, const Packed *p) {
+  const int64_t groups = p->K / p->group, some = BLOCK / p->group, size = BLOCK * PANEL * bits / 8;
+  const int few = bits == 4 && !has_table ? 8 : DIGIT_ROWS;  // most rows for which codes are taken apart again for each tile
   float part[p->M * PANEL];
-  _Alignas(64) float scales[BLOCK / 16 * 2 * PANEL];
-  _Alignas(64) uint32_t pairs[BLOCK / 2 * PANEL];
+  const char *w = (const char *)p->w;
   memset(part, 0, sizeof part);
   if (p->M >= FEW_DIGITS) digits_by_tiles(bits, has_table, p, part);
-  else for (int64_t j = 0; j < groups; j++) {
-    const float *pair = scales + j % some * 2 * PANEL;
-    if (p->format->group && j % some == 0) pairs_of(p, j, groups - j < some ? groups : j + some, scales);
-    if (p->M > 2) ask_for((const char *)p->w + (j + some) * size, size);
-    if (p->M <= few) integers_rows(bits, has_table, p, p->w, j * p->group, pair, j, part);
+  else for (int64_t j = 0, end; j < groups; j = end, w += size) {
+    _Alignas(64) uint8_t bytes[bits < 8 ? BLOCK * PANEL : 1];
+    _Alignas(64) float pairs[BLOCK / 16 * 2 * PANEL];
+    end = groups - j < some ? groups : j + some;
+    const int64_t ahead = DIGIT_ROWS < 4 && end < groups && p->M > 2 ? size : 0;  // higher tiles ask by group
+    if (p->format->group) pairs_of(p, j, end, pairs);
+    if (bits == 8) digits_of_bytes(p, w, pairs, j, end, part, w + size, ahead);
+    else if (p->M <= few) digits_rows(bits, has_table, p, w, pairs, j, end, part, w + size, ahead);
     else {
-      to_pairs(bits, has_table, p, j * p->group, pairs);
-      integers_of_pairs(p, pairs, pair, j, part);
+      to_bytes(bits, has_table, p->format, p->w, j * p->group, (end - j) * p->group, bytes);
+      digits_of_bytes(p, bytes, pairs, j, end, part, w + size, ahead);
     }
   }
   for (int64_t m = 0; m < p->M; m++)
     for (int64_t n = 0; n < outputs(p); n += 16) put(p, m, n, load(F, part + m * PANEL + n));
 }
-static void integers_panel_chunk(void *arg, int c, char *) {
+static void digits_panel_chunk(void *arg, int c, char *) {
   const Packed p = packed_of(arg, c);
-#define DO(bits_, table) if (p.format->bits == bits_ && p.format->has_table == table) integers_panel(bits_, table, &p);
+#define DO(bits_, table) if (p.format->bits == bits_ && p.format->has_table == table) digits_panel(bits_, table, &p);
   FORMATS(DO)
 #undef DO
 }
 #else
-#define HAS_INTEGERS 0
-#define integers_chunk rows_chunk
-#define integers_panel_chunk widened_chunk
+#define HAS_DIGITS 0
+#define digits_chunk rows_chunk
+#define digits_panel_chunk widened_chunk
 #endif
 
 // x [M, K] -> n outputs, all bf16 or all fp32, weights of one format. K is a multiple of 16 and of the group; without
 // span, but with a group, N is one of 16.
 static int packed_all(const void *x, const Output *outputs, int n, int64_t M, int64_t K, const Format *f, int is_wide) {
-  const int by_integers = HAS_INTEGERS && !is_wide, size = is_wide ? 4 : 2;
+  const int by_digits = HAS_DIGITS && !is_wide, size = is_wide ? 4 : 2;
   const int64_t even = K % 128 == 0 ? 128 : K % 64 == 0 ? 64 : K % 32 == 0 ? 32 : 16, most = M < TALL ? M : TALL;
   const int64_t group = f->group ? f->group : even;
   char *scratch = take_room(OF_ROWS, most * K * 4 + most * (K / group) * 12 + 16 * 128);  // tiles read 16 rows
@@ -365,12 +431,12 @@ static int packed_all(const void *x, const Output *outputs, int n, int64_t M, in
     const int64_t steps = rows * (K / p.group);
     p.stretch = group < STRETCH ? group : STRETCH;
     p.rows = (float *)scratch, p.sums = p.rows + rows * K;
-    p.step = (float *)scratch, p.whole = p.step + steps, p.start = (int32_t *)p.whole + steps, p.q = (int16_t *)(p.start + steps);
-    p.high = (int8_t *)p.q, p.low = p.high + rows * K;
-    const job_fn before = by_integers ? integers_chunk : rows_chunk;
+    p.step = (float *)scratch, p.of_high = (int32_t *)p.step + steps, p.of_low = p.of_high + steps;
+    p.high = (int8_t *)(p.of_low + steps), p.low = p.high + rows * K;
+    const job_fn before = by_digits ? digits_chunk : rows_chunk;
     if (rows >= MANY) pool_run(before, &p, (int)rows, 0);
     else for (int r = 0; r < rows; r++) before(&p, r, 0);
-    pool_run(by_integers ? integers_panel_chunk : widened_chunk, &p, panels(outputs, n), 0);
+    pool_run(by_digits ? digits_panel_chunk : widened_chunk, &p, panels(outputs, n), 0);
   }
   give_room(OF_ROWS, scratch);
   return 1;

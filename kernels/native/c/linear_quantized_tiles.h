@@ -1,20 +1,8 @@
-// Digits by AMX: integer sums of 16 rows over a group, then the same chain over groups as integers_tile, with the
-// same bits.
+// Digits by AMX: integer sums of 16 rows over a group, then the same chain over groups as digits_tile, with the same
+// bits.
 #pragma once
 #define FEW_DIGITS 4  // rows from which tiles are faster
 
-// Split integers, of index i on
-INLINE void put_digits(const Packed *p, int64_t i, I q) {
-  store(p->high + i, __builtin_convertvector(q >> 7, B)), store(p->low + i, __builtin_convertvector(q & 127, B));
-}
-// Codes as bytes, [n / 4][64][4]
-INLINE void to_bytes(int bits, int has_table, const Format *f, const uint32_t *w, int64_t q, int64_t n, uint8_t *to) {
-#define DO(unit, from) \
-  UNROLL for (int t = 0; t < 4; t++) \
-    UNROLL for (int i = 0; i < 4; i++, to += 64) store(to, codes(bits, has_table, f, unit, from + t, i * 16))
-  HALVES(bits, w, q, n, DO)
-#undef DO
-}
 // Rows of x, `group` bytes apart, times w [group / 4][64][4] -> sums [16][64]
 INLINE void digit_sums(const uint8_t *w, const int8_t *x, int64_t group, int64_t deep, int32_t *sums) {
   _tile_zero(0), _tile_zero(1), _tile_zero(2), _tile_zero(3);
@@ -28,7 +16,7 @@ INLINE void digit_sums(const uint8_t *w, const int8_t *x, int64_t group, int64_t
 // Add group j to the sums `part` [M][64]; w: its codes as bytes
 INLINE void digits_group(const Packed *p, int64_t j, const uint8_t *w, int64_t deep, float *part) {
   int32_t high[16 * PANEL], low[16 * PANEL];
-  const int by_group = p->format->group != 0, zeros = by_group && has_zero(p);
+  const int offset = (int)p->format->offset, by_group = p->format->group != 0, zeros = by_group && has_zero(p);
   float pairs[2 * PANEL];
   if (by_group) pairs_of(p, j, j + 1, pairs);
   for (int64_t m0 = 0; m0 < p->M; m0 += 16) {
@@ -36,10 +24,11 @@ INLINE void digits_group(const Packed *p, int64_t j, const uint8_t *w, int64_t d
     digit_sums(w, p->low + (j * p->M + m0) * p->group, p->group, deep, low);
     for (int64_t m = 0; m < 16 && m0 + m < p->M; m++) {
       const int64_t of = j * p->M + m0 + m;
-      const float step = p->step[of], whole = p->whole[of];
+      const int32_t both = p->of_high[of] * 128 + p->of_low[of];
+      const float step = p->step[of], whole = (float)both * step;
       for (int n = 0; n < 4; n++) {
         float *to = part + (m0 + m) * PANEL + n * 16;
-        const I sum = (load(I, high + m * PANEL + n * 16) << 7) + load(I, low + m * PANEL + n * 16) + p->start[of];
+        const I sum = (load(I, high + m * PANEL + n * 16) << 7) + load(I, low + m * PANEL + n * 16) - both * offset;
         const F v = __builtin_convertvector(sum, F) * step, next = by_group ? fma_(v, load(F, pairs + n * 16), load(F, to)) : v + load(F, to);
         store(to, zeros ? fma_(splat(whole), load(F, pairs + PANEL + n * 16), next) : next);
       }
