@@ -46,7 +46,7 @@ FAULTS = [
         "(uint32_t)",
         "tests/kernels/test_linear_quantized.py::test_a_row_that_is_no_number_gives_none_and_no_other_row_knows "
         "tests/kernels/test_moe_linear.py",
-        level="avx512bf16",
+        level="avx2",
     ),
     Fault(
         "N7",
