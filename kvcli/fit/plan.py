@@ -166,11 +166,9 @@ def listed(known: CatalogModel) -> PlannedModel:
     beside(known.parameters - known.linear - vocab, False)
     if known.quantized:
         part = known.quantized / sum(h.nbytes for h in held)
-        on_gpu = 0 if shape.experts else MORE_ON_GPU * part
-        held = [
-            replace(h, is_gguf=True, stays=int(h.nbytes * part), fragments=int(h.nbytes * on_gpu), of_experts=False)
-            for h in held
-        ]
+        kinds = {"cpu": part} | ({} if shape.experts else {"cuda": MORE_ON_GPU * part})
+        stays = [{kind: int(h.nbytes * each) for kind, each in kinds.items()} for h in held]
+        held = [replace(h, is_gguf=True, stays=of, of_experts=False) for h, of in zip(held, stays, strict=True)]
     return PlannedModel(known.id, shape, tuple(held), "bfloat16", CheckpointFormat(), True, False, known.download)
 
 
@@ -328,7 +326,7 @@ def plan_on(
     if room.kind == "cpu" and profile.load.quant != "none" and profile.origins["load.quant"].startswith("built-in "):
         kept = plan(subject, profile.changed({"load": {"quant": "none"}}, BY), room, context, facts)
         is_near = 10 * kept.run.weights.memory <= 11 * found.run.weights.memory
-        return kept if is_near and any(h.stays for h in subject.held) else found
+        return kept if is_near and any("cpu" in h.stays for h in subject.held) else found
     if room.kind != "cuda" or _is_enough(found, context):
         return found
     for other in _smaller(subject, profile, room):
