@@ -148,13 +148,14 @@ def _unscaled(w: Weight, index: Tensor) -> Tensor:
     """Return the numbers for which the codes of the rows `index` [R] stand, before scales: [R, K] float32."""
     q, is_pair = codes(w, index), w.scale is not None and w.scale.dim() > 4
     if w.kind in BOOKS:
-        return _book(w.kind, q.device)[q.long()]
+        return book(w.kind, q.device)[q.long()]
     return q.float() - (8 if w.kind == "blocks4" and not is_pair else 0)
 
 
 @cache  # a recorded pass must not copy it to the device
-def _book(kind: str, device: torch.device) -> Tensor:
-    return torch.tensor(BOOKS[kind], dtype=torch.float32, device=device)
+def book(kind: str, device: torch.device, dtype: torch.dtype = torch.float32) -> Tensor:
+    """Return the numbers for which the codes of this kind stand; one that is not read if codes are numbers."""
+    return torch.tensor(BOOKS.get(kind, (0,)), dtype=dtype, device=device)
 
 
 def weight(w: Weight) -> Tensor:

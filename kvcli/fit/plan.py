@@ -19,7 +19,7 @@ from kvcli.kv.cache.precision_budget import PrecisionBudget
 from kvcli.kv.footprint import Footprint
 from kvcli.kv.slots import POSITION
 from kvcli.models.adapters import find_adapter
-from kvcli.models.catalog import MORE_ON_GPU, CatalogModel
+from kvcli.models.catalog import CatalogModel
 from kvcli.models.checkpoint import CheckpointFormat
 from kvcli.models.refusals import refuse_quant, refuse_split
 from kvcli.models.shape import Shape, of_source
@@ -164,10 +164,9 @@ def listed(known: CatalogModel) -> PlannedModel:
         held.remove(h)  # the first layers of some models have no experts
     beside(known.linear + vocab - sum(prod(h.shape) for h in held), True)
     beside(known.parameters - known.linear - vocab, False)
-    if known.quantized:
-        part = known.quantized / sum(h.nbytes for h in held)
-        kinds = {"cpu": part} | ({} if shape.experts else {"cuda": MORE_ON_GPU * part})
-        stays = [{kind: int(h.nbytes * each) for kind, each in kinds.items()} for h in held]
+    size = sum(h.nbytes for h in held)
+    if parts := {kind: n / size for kind in ("cpu", "cuda") if (n := known.on(kind).quantized)}:
+        stays = [{kind: int(h.nbytes * part) for kind, part in parts.items()} for h in held]
         held = [replace(h, is_gguf=True, stays=of, of_experts=False) for h, of in zip(held, stays, strict=True)]
     return PlannedModel(known.id, shape, tuple(held), "bfloat16", CheckpointFormat(), True, False, known.download)
 
