@@ -119,8 +119,8 @@ def test_a_file_is_loaded_in_its_blocks_and_fit_knows_their_bytes(
     kinds = Q4_K_M[-1:] + Q4_K_M[:-1]  # the table of embeddings takes a turn
     theirs = write(tmp_path / "tiny.gguf", "llama", kinds, ends="Q8_0", **SIZES, tie_word_embeddings=is_tied)
     found = source.find(str(tmp_path / "tiny.gguf"))
-    folder = convert.convert_if_needed(found, "bf16", tmp_path / "cache", packs=True, kind="cuda")
-    assert folder.path == convert.convert_if_needed(found, "bf16", tmp_path / "cache", packs=True).path
+    folder = convert.convert_if_needed(found, "bf16", tmp_path / "cache", keeps_on="cuda")
+    assert folder.path == convert.convert_if_needed(found, "bf16", tmp_path / "cache", keeps_on="cpu").path
     model, _ = load_weights(folder, read_config(folder, False), "bf16", torch.device("cpu"), False)
     linears = [m for m in model.modules() if isinstance(m, OnWeight)]
     assert [one.as_weight.kind for one in linears] == ["blocks4"] * 2 + ["blocks8"] + ["blocks4"] * 3 + ["blocks8"] * 2
@@ -164,10 +164,10 @@ def test_heads_of_several_formats_are_one_launch(served: None, monkeypatch: pyte
 def test_what_runs_in_its_blocks_is_told_with_its_bytes(tmp_path: Path):
     write(tmp_path / "tiny.gguf", kinds=("Q4_K", "TQ1_0"), intermediate_size=256)
     found = source.find(str(tmp_path / "tiny.gguf"))
-    stays, gone = convert.conversion_notes(found, "bfloat16", packs=True, kind="cuda")
+    stays, gone = convert.conversion_notes(found, "bfloat16", keeps_on="cuda")
     assert stays == "GGUF tensors that stay quantized: 12 Q4_K, 6 Q8_0; 0 MiB in the file, 0 MiB on the GPU"
     tensors = [t for file in found.files for t in file.tensors.values() if t.dtype == "TQ1_0"]
     size = 2 * sum(prod(t.shape) for t in tensors) >> 20
     assert gone == f"GGUF tensors converted to bfloat16: 12 TQ1_0; 0 MiB in the file, {size} MiB on the GPU"
-    (all_of_it,) = convert.conversion_notes(found, "bfloat16", packs=False, kind="cuda")
-    assert all_of_it.startswith("GGUF tensors converted to bfloat16: 12 Q4_K, 6 Q8_0, 12 TQ1_0; ")
+    (all_of_it,) = convert.conversion_notes(found, "bfloat16", keeps_on="")
+    assert all_of_it == "GGUF tensors converted to bfloat16: 12 Q4_K, 6 Q8_0, 12 TQ1_0"

@@ -389,8 +389,8 @@ FAULTS = [
     Fault(
         "D5",
         "kvcli/drafts/draft_models/chunk_retrieval.py",
-        "if self._since < LEAST or self._vain >= TRIED:",
-        "if self._since < LEAST:",
+        "if not super().is_due or self._vain >= TRIED:",
+        "if not super().is_due:",
         "tests/drafts/test_chunk_retrieval.py::test_a_look_is_vain_where_no_more_drafts_come_true_soon_after",
     ),
     Fault(
