@@ -18,6 +18,7 @@ from kvcli.fit.available_memory import AvailableMemory
 from kvcli.fit.plan import MeasuredFacts, plan, subject_of
 from kvcli.kv.footprint import NO_SIZES
 from kvcli.kv.slots import nbytes
+from kvcli.kv.tiers.draft_buffers import ROOM
 from kvcli.models import source
 from kvcli.models.retokenizer import spelling
 from kvcli.models.shape import RecurrentShapes
@@ -151,6 +152,7 @@ def test_its_weights_and_its_store_are_planned_for() -> None:
 
     weights = plan(demo, exact, room, 1000, MeasuredFacts()).need.weights
     per_token = demo.shape.kv_per_token * demo.number
+    weights += ROOM * per_token  # of a draft tree
     assert needed(profile, 100) == weights + 100 * per_token
     assert needed(profile, 8000) == needed(profile, 4000) == weights + 768 * per_token
     packed = profile.replace(spec={"quant": "int4"})

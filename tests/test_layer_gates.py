@@ -49,6 +49,9 @@ class Anywhere(LazyLLM):
     def describe(self, lm: LM) -> str:
         return ""
 
+    def cuts(self, lm: LM) -> dict[int, float]:
+        return dict.fromkeys(range(1, lm.n_layers), 0.5)
+
 
 class Plan:
     """A pruner that has rows stop before some layers."""

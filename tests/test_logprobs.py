@@ -176,6 +176,7 @@ def test_tokens_of_another_model_and_condensed_ids_have_no_scores(
     profile = of(
         name="mine",
         reasoning_steps=of(takes="steps"),
+        decode=of(writer=None),
         prune=of(describe_read=""),
         reuse=of(describe_reused=""),
         prefill=of(order="chunks"),

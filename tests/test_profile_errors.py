@@ -44,6 +44,7 @@ REGISTRIES = {
     "sparse": {"none": "kvcli.kv.sparse.settings:FullAttention"},
     "spec": {"off": f"{__name__}:Off", "copy": f"{__name__}:Copy", "ngram": f"{__name__}:Copy"},
     "reasoning_steps": {"none": "kvcli.methods.steps.no_steps:NoSteps"},
+    "decode": {"none": "kvcli.methods.decode.no_forks:NoForks"},
 }
 
 

@@ -57,6 +57,7 @@ REGISTRIES = {
         "ngram": f"{__name__}:Copy",
     },
     "reasoning_steps": {"none": "kvcli.methods.steps.no_steps:NoSteps"},
+    "decode": {"none": "kvcli.methods.decode.no_forks:NoForks"},
 }
 
 

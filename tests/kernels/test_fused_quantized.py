@@ -50,7 +50,7 @@ def heads_of(
     for j, (head, n) in enumerate(zip(heads, slots, strict=True)):
         k, v = noise(n, d, seed=j) * 3 + torch.linspace(-5, 5, d), noise(n, d, seed=j + 9)
         for part in (slice(0, n // 3), slice(n // 3, n)):
-            head.take(k[None, part].to(dtype), v[None, part].to(dtype), torch.arange(n)[None, part])
+            BlockRun.take([head], k[None, part].to(dtype), v[None, part].to(dtype), torch.arange(n)[None, part])
     return heads
 
 

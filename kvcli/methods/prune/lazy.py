@@ -40,9 +40,7 @@ class LazyLLM(Schedule):
 
     score_queries: Annotated[int, Range(1)] = 1  # newest tokens whose queries score the others
     pool: Annotated[int, Range(1)] = 1  # active neighbours over which scores are max-pooled; odd (FastKV)
-    heads: Literal["mean", "max"] = (
-        "mean"  # how attention of query heads makes a score; max = of the one that most looks
-    )
+    heads: Literal["mean", "max"] = "mean"  # of query heads; max = the score is that of the one that most looks
     score_layers: Annotated[int, Range(1)] = 1  # layers below whose scores are combined, by their maximum
     mass: Annotated[float, Range(0, below=1)] = 0.0  # minimum share of attention that continuing tokens have; 0 = any
     scope: Literal["prefill", "prefill+decode"] = "prefill"  # drop tokens for good, or revive them while answering
