@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from kvcli.engine import resources
-from kvcli.engine.cuda_graphs import captured_forward
+from kvcli.engine.cuda_graphs import captured_pass
 from kvcli.engine.cuda_graphs.captured_passes import CapturedPasses
 from kvcli.engine.engine import run_to_end
 from kvcli.engine.resources import captured_bytes
@@ -73,7 +73,7 @@ def attend(q: Tensor, table: Any, k: Tensor, v: Tensor, tree: Any, scale: float,
 @pytest.mark.parametrize("rows", [1, 8])
 def test_captured_passes_hold_what_fit_counts(rows: int, sampler: Sampler, monkeypatch: pytest.MonkeyPatch) -> None:
     """And a layer has room for the answer and a captured pass's rows, no more."""
-    monkeypatch.setattr(captured_forward, "attend_captured", attend)
+    monkeypatch.setattr(captured_pass, "attend_captured", attend)
     monkeypatch.setattr(resources, "STRETCHES", 0)  # torch sums a linear layer in one go
     monkeypatch.setattr(argmax, "why_not", lambda logits: "")  # as on a card, where it makes nothing else
     monkeypatch.setattr(argmax, "argmax", lambda logits: logits.argmax(-1))

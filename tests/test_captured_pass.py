@@ -17,8 +17,8 @@ import torch
 from torch import Tensor, nn
 
 from kvcli.drafts.sources.logit_recycling import top
-from kvcli.engine.cuda_graphs import captured_forward
-from kvcli.engine.cuda_graphs.captured_forward import CapturedForward
+from kvcli.engine.cuda_graphs import captured_pass
+from kvcli.engine.cuda_graphs.captured_pass import CapturedForward
 from kvcli.engine.cuda_graphs.captured_passes import CapturedPasses, captured_passes
 from kvcli.engine.cuda_graphs.pass_inputs import CapturedPart, PassShape
 from kvcli.engine.drafting.draft_kv import DraftTreeKV
@@ -608,7 +608,7 @@ def test_keys_and_values_are_copied_only_where_they_lie_otherwise(
     numbers: Any = SimpleNamespace(ids=range(n), path_of=None, beside=(), tree=lambda path_of: None)
     table = Table(*(torch.zeros(4, size) for size in (d, e)), *(torch.zeros(4),) * 3)
     lying: Any = SimpleNamespace(table=table, room=4)
-    monkeypatch.setattr(captured_forward, "attend_captured", lambda q, *_, **__: q)
+    monkeypatch.setattr(captured_pass, "attend_captured", lambda q, *_, **__: q)
     q = torch.zeros(4, n, d, dtype=its.dtype)
     apart = [torch.randn(n, n_kv, size, dtype=its.dtype).transpose(0, 1) for size in (d, e)]  # as models make them
     for k, v, is_copied in ((*apart, False), (apart[0], apart[1].contiguous(), True)):

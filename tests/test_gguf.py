@@ -48,7 +48,8 @@ gguf = pytest.importorskip("gguf")
 
 def loaded(path: Path, *, packs: bool = True, dtype: str = "fp32") -> LM:
     return open_lm(
-        convert.convert_if_needed(source.find(str(path)), dtype, path.parent / "cache", packs=packs), device="cpu"
+        convert.convert_if_needed(source.find(str(path)), dtype, path.parent / "cache", keeps_on="cpu" * packs),
+        device="cpu",
     )
 
 
@@ -209,7 +210,7 @@ def test_a_word_that_no_merges_lead_to_is_taken_whole_where_llama_cpp_does(tmp_p
     file, said = tmp_path / "tiny.gguf", dict[str, list[str]]()
     for rule in ("llama-bpe", "gpt-2"):
         write(file, keys={"tokenizer.ggml.pre": rule, "tokenizer.ggml.merges": ["Ġ a"]})  # none to "th"
-        folder = convert.convert_if_needed(source.find(str(file)), "auto", tmp_path / "cache", packs=True)
+        folder = convert.convert_if_needed(source.find(str(file)), "auto", tmp_path / "cache", keeps_on="cpu")
         said[rule] = load_tokenizer(folder, False).tokenize("th")
     assert said == {"llama-bpe": ["th"], "gpt-2": ["t", "h"]}
 
@@ -221,7 +222,7 @@ def words_of(tmp_path: Path, *given: str, type: int, **changes: Any) -> Any:
     said["tokenizer.ggml.token_type"][-len(given) :] = [type] * len(given)
     write(tmp_path / "tiny.gguf", keys=said | changes)
     return load_tokenizer(
-        convert.convert_if_needed(source.find(str(tmp_path / "tiny.gguf")), "auto", tmp_path, packs=True), False
+        convert.convert_if_needed(source.find(str(tmp_path / "tiny.gguf")), "auto", tmp_path, keeps_on="cpu"), False
     )
 
 
@@ -247,7 +248,7 @@ def test_runs_of_spaces_stay_words_whatever_their_type(tmp_path: Path):
     said["tokenizer.ggml.token_type"][-1] = 4
     write(tmp_path / "tiny.gguf", "gemma2", keys=said)
     words = load_tokenizer(
-        convert.convert_if_needed(source.find(str(tmp_path / "tiny.gguf")), "auto", tmp_path, packs=True), False
+        convert.convert_if_needed(source.find(str(tmp_path / "tiny.gguf")), "auto", tmp_path, keeps_on="cpu"), False
     )
     assert words.tokenize("a  b") == ["a", "\u2581\u2581", "b"]
 
@@ -262,7 +263,7 @@ def test_a_vocabulary_says_whether_a_space_leads_its_text(tmp_path: Path):
         ids = {f"tokenizer.ggml.{name}_token_id": i for i, name in enumerate(("unknown", "bos", "eos"))}
         write(tmp_path / "tiny.gguf", keys=keys | ids, drop=("tokenizer.ggml.merges",))
         found = source.find(str(tmp_path / "tiny.gguf"))
-        words = load_tokenizer(convert.convert_if_needed(found, "auto", tmp_path / str(leads), packs=True), False)
+        words = load_tokenizer(convert.convert_if_needed(found, "auto", tmp_path / str(leads), keeps_on="cpu"), False)
         assert words.tokenize("ab") == (["\u2581"] if leads else []) + ["a", "b"]
         read = [words.decode(words.encode(text, add_special_tokens=False)) for text in ("ab", " ab")]
         assert read == ["ab", "ab" if leads else " ab"]
@@ -456,14 +457,14 @@ def test_it_is_dequantized_once_and_again_when_it_changed(tmp_path: Path):
     file, cache, told = tmp_path / "tiny.gguf", tmp_path / "cache", list[str]()
     write(file)
     ready = partial(convert.convert_if_needed, cache=cache, tell=told.append)
-    first = ready(source.find(str(file)), "auto", packs=True)
+    first = ready(source.find(str(file)), "auto", keeps_on="cpu")
     assert (len(told), str(first.path) in told[0], first.id) == (1, True, str(file))
-    assert ready(source.find(str(file)), "auto", packs=True).path == first.path
+    assert ready(source.find(str(file)), "auto", keeps_on="cpu").path == first.path
     assert len(told) == 1
-    assert {ready(source.find(str(file)), d, packs=p).path.name.partition("-")[2] for d in ("auto", "fp32")
-            for p in (True, False)} == {"bfloat16-packed", "bfloat16", "float32-packed", "float32"}  # fmt: skip
+    assert {ready(source.find(str(file)), d, keeps_on=p).path.name.partition("-")[2] for d in ("auto", "fp32")
+            for p in ("cpu", "")} == {"bfloat16-packed", "bfloat16", "float32-packed", "float32"}  # fmt: skip
     write(file, seed=1)
-    assert ready(source.find(str(file)), "auto", packs=True).path != first.path
+    assert ready(source.find(str(file)), "auto", keeps_on="cpu").path != first.path
     kept = [p for p in (cache / "gguf").iterdir() if p.is_dir()]
     assert len(kept) == KEPT
     assert all(p.stat().st_mode & 0o777 == 0o700 for p in kept)
@@ -489,9 +490,9 @@ def test_a_large_tensor_is_written_a_stretch_at_a_time(tmp_path: Path, monkeypat
     write(tmp_path / "tiny.gguf")
     whole, bit = (tmp_path / name for name in ("whole", "bit"))
     found = source.find(str(tmp_path / "tiny.gguf"))
-    one = convert.convert_if_needed(found, "fp32", whole, packs=True).path / "model.safetensors"
+    one = convert.convert_if_needed(found, "fp32", whole, keeps_on="cpu").path / "model.safetensors"
     monkeypatch.setattr("kvcli.models.gguf.blocks._STRETCH", 700)  # two rows and a bit
-    two = convert.convert_if_needed(found, "fp32", bit, packs=True).path / "model.safetensors"
+    two = convert.convert_if_needed(found, "fp32", bit, keeps_on="cpu").path / "model.safetensors"
     assert one.read_bytes() == two.read_bytes()
     with safe_open(one, "pt") as file:
         assert file.get_tensor("model.layers.0.self_attn.q_proj.weight").dtype == torch.uint8
@@ -553,7 +554,10 @@ def test_a_profile_for_cpus_leaves_quantized_weights_as_they_are(tmp_path: Path)
 def test_weights_are_counted_alike_in_the_file_dequantized_and_loaded(tmp_path: Path, family: str):
     write(tmp_path / "tiny.gguf", family)
     found = source.find(str(tmp_path / "tiny.gguf"))
-    lm, made = loaded(tmp_path / "tiny.gguf"), convert.convert_if_needed(found, "fp32", tmp_path / "cache", packs=True)
+    lm, made = (
+        loaded(tmp_path / "tiny.gguf"),
+        convert.convert_if_needed(found, "fp32", tmp_path / "cache", keeps_on="cpu"),
+    )
     assert found.parameters == made.parameters == lm.info.parameters
 
 
@@ -565,7 +569,7 @@ def test_a_plan_is_worded_as_the_run_is(tmp_path: Path, monkeypatch: pytest.Monk
     (tmp_path / "wordings.toml").write_text(f"[[wording]]\n{row}")
     monkeypatch.setattr("kvcli.summarize.wording.TABLE", tmp_path / "wordings.toml")
     found = source.find(str(tmp_path / "tiny.gguf"))
-    made = convert.convert_if_needed(found, "fp32", tmp_path / "cache", packs=True)
+    made = convert.convert_if_needed(found, "fp32", tmp_path / "cache", keeps_on="cpu")
     assert [wording_of(model).sentence for model in (found, made, lm.info)] == [9, 9, 9]
 
 

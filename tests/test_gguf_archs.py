@@ -29,7 +29,7 @@ DTYPE = {"load.dtype": "fp32", "load.device": "cpu", "sample.temperature": 0.0}
 def folder_of(tmp_path: Path, name: str) -> tuple[Path, torch.nn.Module]:
     model = write(tmp_path / "tiny.gguf", name)
     found = source.find(str(tmp_path / "tiny.gguf"))
-    return convert.convert_if_needed(found, "fp32", tmp_path / "cache", packs=False).path, model
+    return convert.convert_if_needed(found, "fp32", tmp_path / "cache", keeps_on="").path, model
 
 
 # each change of numbers or of settings is in one of these
@@ -81,7 +81,9 @@ def test_blocks_are_joined_and_reordered_as_their_numbers_are(tmp_path: Path, na
     for unpacked in (False, True):
         write(tmp_path / "tiny.gguf", name, ("Q8_0", "Q4_0", "Q5_1"), unpacked=unpacked)
         found = source.find(str(tmp_path / "tiny.gguf"))
-        folder = convert.convert_if_needed(found, "fp32", tmp_path / str(unpacked), packs=not unpacked).path
+        folder = convert.convert_if_needed(
+            found, "fp32", tmp_path / str(unpacked), keeps_on="" if unpacked else "cpu"
+        ).path
         made.append(load_file(folder / "model.safetensors"))
     blocks, right = made
     packed = {key for key, weight in blocks.items() if weight.dtype == torch.uint8}
@@ -99,7 +101,7 @@ def test_experts_stay_in_blocks_and_fit_knows_it(tmp_path: Path, monkeypatch: py
     theirs = write(tmp_path / "tiny.gguf", name, ("Q8_0",))
     found, logits = source.find(str(tmp_path / "tiny.gguf")), []
     for packs in (True, False):
-        lm = open_lm(convert.convert_if_needed(found, "fp32", tmp_path / "cache", packs=packs), device="cpu")
+        lm = open_lm(convert.convert_if_needed(found, "fp32", tmp_path / "cache", keeps_on="cpu" * packs), device="cpu")
         held = [codes for module in lm.model.modules() for _, _, codes in codes_of(module)]
         assert lm.info.parameters == theirs.num_parameters()
         assert len(held) == 2 * lm.model.config.num_hidden_layers * packs

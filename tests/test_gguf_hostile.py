@@ -86,7 +86,7 @@ def outcomes(whole: Path, folder: Path, seeds: Iterator[int], *, load: bool) -> 
 
 def loads(found: source.Source, folder: Path) -> str:
     try:
-        lm = open_lm(convert.convert_if_needed(found, "fp32", folder / "cache", packs=True), device="cpu")
+        lm = open_lm(convert.convert_if_needed(found, "fp32", folder / "cache", keeps_on="cpu"), device="cpu")
     except BadModel as error:
         return error.code
     our_logits(lm, [5, 6, 7], 2)

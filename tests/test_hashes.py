@@ -374,7 +374,7 @@ def test_a_gguf_file_is_not_answered_from_its_twins_copy(tmp_path: Path, settled
             file = tmp_path / folder / "model.gguf"
             file.parent.mkdir(exist_ok=True)
             put(file, its, how)
-            copy = convert.convert_if_needed(source.find(str(file)), "fp32", cache, packs=True).path
+            copy = convert.convert_if_needed(source.find(str(file)), "fp32", cache, keeps_on="cpu").path
             made.setdefault(name, set()).add((copy.name, (copy / "model.safetensors").read_bytes()))
     assert [len(copies) for copies in made.values()] == [1] * 4
     assert made["a"] == made["again"]
@@ -395,5 +395,5 @@ def test_a_gguf_file_that_changes_while_it_is_dequantized_leaves_no_copy(
 
     monkeypatch.setattr(convert, "_write_weights", writing)
     with pytest.raises(BadModel, match="changed"):
-        convert.convert_if_needed(found, "fp32", tmp_path / "cache", packs=True)
+        convert.convert_if_needed(found, "fp32", tmp_path / "cache", keeps_on="cpu")
     assert list((tmp_path / "cache" / "gguf").iterdir()) == []

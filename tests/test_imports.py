@@ -55,8 +55,8 @@ ONLY = {
 # Raised by 3,500: adapters, tools, thinking, samplers, folders, addresses, OCR, and the names and formats of models.
 # Raised by 5,638: a server with page and protocols, a pool of memory, scores, models that stay loaded, other engines.
 # Raised by 1,237: kernels of joined launches and experts, weights in host memory, every pass captured; the store fell.
-# Raised by 712: GGUF blocks stay quantized on a GPU, draft tokens handed on by the device, memory of drafts, one stream a
-# model, a benchmark of servers, Bregman top-k.
+# Raised by 712: GGUF blocks stay quantized on a GPU, draft tokens handed on by the device, memory of drafts, one stream
+# a model, a benchmark of servers, Bregman top-k.
 MOST_LINES = 81_636
 
 

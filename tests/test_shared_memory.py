@@ -25,7 +25,6 @@ from kvcli.engine.engine import run
 from kvcli.engine.forward_request import ForwardRequest, ForwardResult
 from kvcli.errors import Busy, DoesNotFit
 from kvcli.kv.out_of_memory import CacheFull
-from kvcli.models.text import encode
 from tests import families
 from tests.bench import stress_sequences
 
@@ -393,18 +392,6 @@ def test_idle_sessions_are_closed_beyond_a_bound_and_a_short_beginning_takes_non
         assert [(await answer(warm, prompts[i], "exact")).stats.cached for i in (2, 1, 0)] == [89, 0, 0]
 
     asyncio.run(ask())
-
-
-def test_an_answer_in_other_tokens_is_still_the_beginning_of_the_next_prompt() -> None:
-    warm, text = WarmSessions(demo(), 0), demo().open("exact")
-    ids = warm.prompt_ids("Hello, how deep")
-    odd = [*encode(demo().tokenizer, " w"), *encode(demo().tokenizer, "ell")]
-    said = Turn(" well", tuple(odd), "length", text.generate("Hello", 1).stats)
-    assert odd != encode(demo().tokenizer, " well")
-    warm.remember("Hello, how deep", ids, said)
-    later = warm.prompt_ids("Hello, how deep well is it?")
-    assert later[: len(ids) + len(odd)] == [*ids, *odd]
-    assert warm.prompt_ids("Hello, how") == encode(demo().tokenizer, "Hello, how")
 
 
 def test_answers_of_a_storm_are_those_alone() -> None:

@@ -29,8 +29,8 @@ from kvcli.kernels.moe_linear.tensor import Experts
 
 # Quantized linear layers by the native kernel: weights in its panels, one kernel for any number of rows.
 #
-# Each output is one chain over its row's inputs, as in `kvcli.kernels.linear`, so it is batch invariant. With bf16 on a
-# CPU with byte products, a row becomes two integer digits for each group. All else is multiplied in float32
+# Each output is one chain over its row's inputs, as in `kvcli.kernels.linear`, so it is batch invariant. With bf16 on
+# AVX2, and on CPUs with byte products, a row becomes integer digits for each group. All else is multiplied in float32
 # (kernels/native/c/linear_quantized.c).
 
 

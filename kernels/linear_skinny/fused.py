@@ -22,7 +22,7 @@ import triton.language as tl
 from torch import Tensor
 
 from kvcli.kernels.linear_skinny import ptx
-from kvcli.kernels.linear_skinny.reference import BLOCK, Weight
+from kvcli.kernels.linear_skinny.reference import BLOCK, Weight, book
 
 LEAST = 256  # fewest inputs of a range
 AN_SM = 8  # programs of a multiprocessor at least, so that enough loads are under way
@@ -59,7 +59,7 @@ def linear(
     y = x.new_empty(m, n, dtype=dtype)
     parts = y if consts["SK"] == 1 else x.new_empty(consts["SK"], m, n, dtype=torch.float32)
     linear_kernel[grid](
-        *tensors, _or(bias, x), parts, w.arrivals, y, residual, m, n, HAS_BIAS=bias is not None,
+        *tensors, bias, parts, w.arrivals, y, residual, m, n,
         maxnreg=None if w.kind == "plain" else REGISTERS[consts["BM"]] + 8 * (0 < w.group <= 32), **consts, **OPTIONS,
     )  # fmt: skip
     return y
@@ -75,7 +75,7 @@ def arguments(
     consts |= {"PTX": x.is_cuda, "WIDTH": 2 if w.kind == "plain" else WIDTH}
     return (
         (triton.cdiv(n, BLOCK), sk, triton.cdiv(m, tile)),
-        (x, w.data, _scales(w, x), _factors(w), _book(w.kind, x.device, x.dtype)),
+        (x, w.data, _words(w.scale), _words(w.factor), book(w.kind, x.device, x.dtype)),
         consts,
     )
 
@@ -85,8 +85,8 @@ def widen(w: Weight, first: int, last: int, dtype: torch.dtype) -> Tensor:
     k = w.shape[1]
     y = torch.empty(last - first, k, dtype=dtype, device=w.data.device)
     widen_kernel[(triton.cdiv(last - first, BLOCK), triton.cdiv(k, max(w.step, 32)))](
-        w.data, _scales(w, y), _factors(w), _book(w.kind, y.device, dtype), y, first, last, w.data.shape[0] * BLOCK,
-        K=k, STEP=w.step, KIND=w.kind, ABOVE=ptx.ABOVE[dtype], PTX=y.is_cuda, **OPTIONS,
+        w.data, _words(w.scale), _words(w.factor), book(w.kind, y.device, dtype), y, first, last,
+        w.data.shape[0] * BLOCK, K=k, STEP=w.step, KIND=w.kind, ABOVE=ptx.ABOVE[dtype], PTX=y.is_cuda, **OPTIONS,
     )  # fmt: skip
     return y
 
@@ -101,24 +101,9 @@ def _processors(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
 
 
-@cache
-def _book(kind: str, device: torch.device, dtype: torch.dtype) -> Tensor:
-    return torch.tensor(ptx.BOOKS.get(kind, (0,)), dtype=dtype, device=device)
-
-
-def _or(tensor: Tensor | None, other: Tensor) -> Tensor:
-    """Return a valid pointer where a kernel's argument is not read."""
-    return other if tensor is None else tensor
-
-
-def _scales(w: Weight, other: Tensor) -> Tensor:
-    """Return the scales; pairs are viewed as one word each."""
-    return _or(w.scale, other) if w.scale is None or w.scale.dim() < 5 else w.scale.view(torch.int32).squeeze(-1)
-
-
-def _factors(w: Weight) -> Tensor | None:
-    """Return the factors of scales; pairs are viewed as one number of 16 bits each."""
-    return w.factor if w.factor is None or w.factor.dim() < 5 else w.factor.view(torch.int16).squeeze(-1)
+def _words(t: Tensor | None) -> Tensor | None:
+    """Return scales or factors; pairs are viewed as one number each."""
+    return t if t is None or t.dim() < 5 else t.view(torch.int32 if t.itemsize == 2 else torch.int16).squeeze(-1)
 
 
 # ---- on the GPU ----
@@ -127,8 +112,8 @@ def _factors(w: Weight) -> Tensor | None:
 @triton.jit(do_not_specialize=["M"])  # or Triton would compile another kernel for one row
 def linear_kernel(
     p_x, p_w, p_scale, p_factor, p_book, p_bias, p_parts, p_arrivals, p_y, p_residual, M, N,
-    K: tl.constexpr, STEP: tl.constexpr, BM: tl.constexpr, SK: tl.constexpr, KIND: tl.constexpr, HAS_BIAS: tl.constexpr,
-    ABOVE: tl.constexpr, PTX: tl.constexpr, WIDTH: tl.constexpr,
+    K: tl.constexpr, STEP: tl.constexpr, BM: tl.constexpr, SK: tl.constexpr, KIND: tl.constexpr, ABOVE: tl.constexpr,
+    PTX: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
     """Compute BM rows and 64 outputs of the result; grid (N / 64, SK, M / BM)."""
     b_out = part_of(p_x, p_w, p_scale, p_factor, p_book, M, N, K, STEP, BM, SK, KIND, ABOVE, PTX, WIDTH)
@@ -150,7 +135,7 @@ def linear_kernel(
     i_n = tl.minimum(i_n, N - 1)
     if KIND == "int8":
         b_out *= tl.load(p_scale + i_n).to(tl.float32)
-    if HAS_BIAS:
+    if p_bias is not None:
         b_out += tl.load(p_bias + i_n).to(tl.float32)
     if p_residual is not None:
         b_out = b_out.to(p_y.dtype.element_ty).to(tl.float32)

@@ -130,27 +130,32 @@ def rows(w: Weight, index: Tensor) -> Tensor:
     """Dequantize the rows `index` [R] -> [R, K] float32 (float64 if scales are)."""
     if w.scale is None:
         return w.data[index].float()
-    q = codes(w, index)
     if w.kind == "int8":
-        return packed.weight(8, 0, q, w.scale[index])
+        return packed.weight(8, 0, codes(w, index), w.scale[index])
     scale = scales(w.scale, index)
     if w.kind == "int4":
-        return packed.weight(4, w.group, q, scale)
+        return packed.weight(4, w.group, codes(w, index), scale)
     pairs = scale.float().reshape(len(scale), len(index), -1)  # [spans, R, 1 or 2]: d, least
     if w.factor is not None:
         factors = scales(w.factor, index).float()
         pairs = pairs.repeat_interleave(len(factors) // len(pairs), 0) * factors.reshape(len(factors), len(index), -1)
     d, *least = pairs.repeat_interleave(w.group, 0).unbind(2)  # [K, R] each
+    wide = _unscaled(w, index) * d.T
+    return wide - least[0].T if least else wide
+
+
+def _unscaled(w: Weight, index: Tensor) -> Tensor:
+    """Return the numbers for which the codes of the rows `index` [R] stand, before scales: [R, K] float32."""
+    q, is_pair = codes(w, index), w.scale is not None and w.scale.dim() > 4
     if w.kind in BOOKS:
-        wide = _book(w.kind, q.device)[q.long()]
-    else:
-        wide = q.float() - (8 if w.kind == "blocks4" and not least else 0)
-    return wide * d.T - least[0].T if least else wide * d.T
+        return book(w.kind, q.device)[q.long()]
+    return q.float() - (8 if w.kind == "blocks4" and not is_pair else 0)
 
 
 @cache  # a recorded pass must not copy it to the device
-def _book(kind: str, device: torch.device) -> Tensor:
-    return torch.tensor(BOOKS[kind], dtype=torch.float32, device=device)
+def book(kind: str, device: torch.device, dtype: torch.dtype = torch.float32) -> Tensor:
+    """Return the numbers for which the codes of this kind stand; one that is not read if codes are numbers."""
+    return torch.tensor(BOOKS.get(kind, (0,)), dtype=dtype, device=device)
 
 
 def weight(w: Weight) -> Tensor:
@@ -163,11 +168,7 @@ def as_eights(w: Weight) -> Weight:
     every = torch.arange(w.shape[0], device=w.data.device)
     assert w.scale is not None
     assert w.factor is not None
-    q, is_pair = codes(w, every).view(torch.int8), w.scale.dim() > 4
-    if w.kind in BOOKS:
-        q = _book(w.kind, q.device)[q.long()].to(torch.int8)
-    elif w.kind == "blocks4" and not is_pair:
-        q = q - 8
+    q, is_pair = _unscaled(w, every).to(torch.int8), w.scale.dim() > 4
     scale, factor = (t if is_pair else torch.stack([t, torch.zeros_like(t)], dim=-1) for t in (w.scale, w.factor))
     factor = factor.repeat_interleave(w.group // 16, 0)
     return replace(w, kind="blocks8", data=arrange(q, "blocks8"), scale=scale, group=16, factor=factor)

@@ -147,7 +147,7 @@ def load_hf(found: Source, profile: Profile, cache: Path) -> Any:
     """Load the files by transformers, in the dtype and on the device that the profile sets."""
     wants = profile.load
     with quiet():
-        found = convert_if_needed(found, wants.dtype, cache, packs=False)
+        found = convert_if_needed(found, wants.dtype, cache, keeps_on="")
         config = read_config(found, wants.trust_remote_code)
         where = weights.find_device(wants.device)
         model, _ = weights.load_weights(found, config, wants.dtype, where, wants.trust_remote_code)

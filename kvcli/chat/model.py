@@ -117,7 +117,7 @@ def load_draft_model(
     fit = {key: getattr(type(load), key) for key in ("layers_on_gpu", "experts_on_gpu", "embeddings", "head")}
     wants = replace(untrusted, **fit)  # chosen to fit the target
     given = find(wanted.model)
-    found = convert.convert_if_needed(given, wants.dtype, cache, **keeps_quantized(wants, given), tell=tell)
+    found = convert.convert_if_needed(given, wants.dtype, cache, keeps_on=keeps_quantized(wants, given), tell=tell)
     if is_assistant(found.config) != wanted.is_assistant:
         raise _of_another_method(wanted)
     if untrusted == load and (str(found.path), found.revision) == (target.info.path, target.info.revision):
@@ -167,13 +167,14 @@ def load(
     found = named(model, allow_pickle=wants.allow_pickle) if isinstance(model, str) else model
     if n_ranks() > 1:
         refuse_across_ranks(found.id, **{"a GGUF file": found.is_gguf})
-    kept = keeps_quantized(wants, found)
-    given, found = found, convert.convert_if_needed(found, wants.dtype, cache, **kept, tell=tell)
+    keeps_on = keeps_quantized(wants, found)
+    given, found = found, convert.convert_if_needed(found, wants.dtype, cache, keeps_on=keeps_on, tell=tell)
     can_take = shared is not None and shared.matches(found, wants)
     tokenizer, lm = shared.take(wants) if shared is not None and can_take else open_model(found, wants)
     lm.tokens_with = lru_cache(partial(tokens_with, tokenizer, lm.vocab))
     lm.hashes = Hashes(cache, tell)
-    told, usual = convert.conversion_notes(given, lm.info.dtype, **kept), recommended(given.text_config, given.id)
+    told = convert.conversion_notes(given, lm.info.dtype, keeps_on=keeps_on)
+    usual = recommended(given.text_config, given.id)
     if lm.generation != (
         sampling := generation_defaults(getattr(lm.model, "generation_config", None), lm.info.id, usual)
     ):

@@ -361,7 +361,7 @@ class TurnRun:
                     self._begin_answer(ids)
                     break
                 if asked.strings.is_hit or loop:
-                    session.end_answer(len(asked.ids) + len(answer))
+                    session.answer_end = len(asked.ids) + len(answer)
                     break
             if self._scores is not None and added:
                 n = len(answer) - at - len(forced or ())

@@ -2,21 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Mapping
 from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING
 
 from kvcli import assemble
-from kvcli.chat.transcript import tokens_of_turn
-from kvcli.models.text import resume_ids
 
 if TYPE_CHECKING:
-    from kvcli.api import Prompt, Turn
+    from kvcli.api import Prompt
     from kvcli.chat.model import Model
     from kvcli.chat.text_session import TextSession
     from kvcli.settings.profile import Profile
-
-REMEMBERED = 256  # most answers whose tokens are remembered
 
 
 class WarmSessions:
@@ -31,7 +27,6 @@ class WarmSessions:
         """`idle_bytes`: most bytes of KV of sessions that answer no request; the oldest session is closed first."""
         self._model, self._idle_bytes = model, idle_bytes
         self._idle: list[TextSession] = []  # oldest first
-        self._known: dict[str, list[int]] = {}  # prompt with answer -> tokens, oldest first
 
     @asynccontextmanager
     async def session(
@@ -63,20 +58,6 @@ class WarmSessions:
             return new
         self._idle.remove(best)
         return best
-
-    def prompt_ids(self, text: str, *, special: bool = False) -> list[int]:
-        """Return the ids of a rendered prompt. The answers in it keep the tokens that the model generated, if
-        `remember` has them. `special` is as in `kvcli.models.text.encode`."""
-        known = max((one for one in self._known if text.startswith(one)), key=len, default="")
-        return resume_ids(self._model.tokenizer, text, (known, self._known.get(known, ())), special=special)
-
-    def remember(self, text: str, ids: Sequence[int], turn: Turn) -> None:
-        """Remember the tokens of an answer to the rendered prompt `text`, which has these ids."""
-        both, tokens = tokens_of_turn(self._model.tokenizer, text, ids, turn)
-        self._known.pop(both, None)
-        self._known |= {both: tokens} if both else {}
-        if len(self._known) > REMEMBERED:
-            del self._known[next(iter(self._known))]
 
     async def aclose(self) -> None:
         """Close all idle sessions."""

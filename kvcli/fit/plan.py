@@ -19,7 +19,7 @@ from kvcli.kv.cache.precision_budget import PrecisionBudget
 from kvcli.kv.footprint import Footprint
 from kvcli.kv.slots import POSITION
 from kvcli.models.adapters import find_adapter
-from kvcli.models.catalog import MORE_ON_GPU, CatalogModel
+from kvcli.models.catalog import CatalogModel
 from kvcli.models.checkpoint import CheckpointFormat
 from kvcli.models.refusals import refuse_quant, refuse_split
 from kvcli.models.shape import Shape, of_source
@@ -164,13 +164,10 @@ def listed(known: CatalogModel) -> PlannedModel:
         held.remove(h)  # the first layers of some models have no experts
     beside(known.linear + vocab - sum(prod(h.shape) for h in held), True)
     beside(known.parameters - known.linear - vocab, False)
-    if known.quantized:
-        part = known.quantized / sum(h.nbytes for h in held)
-        on_gpu = 0 if shape.experts else MORE_ON_GPU * part
-        held = [
-            replace(h, is_gguf=True, stays=int(h.nbytes * part), fragments=int(h.nbytes * on_gpu), of_experts=False)
-            for h in held
-        ]
+    size = sum(h.nbytes for h in held)
+    if parts := {kind: n / size for kind in ("cpu", "cuda") if (n := known.on(kind).quantized)}:
+        stays = [{kind: int(h.nbytes * part) for kind, part in parts.items()} for h in held]
+        held = [replace(h, is_gguf=True, stays=of, of_experts=False) for h, of in zip(held, stays, strict=True)]
     return PlannedModel(known.id, shape, tuple(held), "bfloat16", CheckpointFormat(), True, False, known.download)
 
 
@@ -328,7 +325,7 @@ def plan_on(
     if room.kind == "cpu" and profile.load.quant != "none" and profile.origins["load.quant"].startswith("built-in "):
         kept = plan(subject, profile.changed({"load": {"quant": "none"}}, BY), room, context, facts)
         is_near = 10 * kept.run.weights.memory <= 11 * found.run.weights.memory
-        return kept if is_near and any(h.stays for h in subject.held) else found
+        return kept if is_near and any("cpu" in h.stays for h in subject.held) else found
     if room.kind != "cuda" or _is_enough(found, context):
         return found
     for other in _smaller(subject, profile, room):

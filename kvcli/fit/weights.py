@@ -6,7 +6,7 @@ import math
 import re
 from collections import Counter
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from kvcli.kernels.linear import PANEL
@@ -46,8 +46,8 @@ class CheckpointTensor:
     packs: bool  # a linear layer of the decoder, which load.quant quantizes
     is_float: bool = True
     is_gguf: bool = False  # loaded from a dequantized copy, in the dtype of the run
-    stays: int = 0  # bytes if it is kept quantized as in the file, on a CPU; 0 = it is not
-    fragments: int = 0  # the same on a GPU
+    # by kind of device: bytes if it is kept quantized as in the file
+    stays: Mapping[str, int] = field(default_factory=dict)
     layer: int | None = None  # number of its decoder layer
     embeds: bool = False  # an embedding: a pass reads only the rows of its tokens
     of_experts: bool = False  # of one expert or all experts of a layer: only int8 and int4 quantize these
@@ -67,8 +67,8 @@ class CheckpointTensor:
         count = math.prod(self.shape)
         if not self.is_gguf:
             return self
-        if kept := self.stays if keeps_on == "cpu" else self.fragments if keeps_on == "cuda" else 0:
-            return replace(self, nbytes=kept, is_float=False)
+        if keeps_on in self.stays:
+            return replace(self, nbytes=self.stays[keeps_on], is_float=False)
         return replace(self, nbytes=count * number)
 
 
@@ -123,15 +123,11 @@ def of_files(source: Source) -> tuple[CheckpointTensor, ...]:
             if of_experts and len(shape) == 3:
                 shape = _by_outputs(name, shape, hidden)
             is_float = tensor.dtype in _FLOATS or source.is_gguf or unpacked is not None
-            stays, fragments = (
-                blocks.packed_bytes(tensor.dtype, tensor.in_file, kind)
-                if source.is_gguf and blocks.stays_packed(name, tensor, kind)
-                else 0
-                for kind in ("cpu", "cuda")
-            )
+            kinds = [kind for kind in ("cpu", "cuda") if source.is_gguf and blocks.stays_packed(name, tensor, kind)]
+            stays = {kind: blocks.packed_bytes(tensor.dtype, tensor.in_file, kind) for kind in kinds}
             packs = packs and source.family != "gpt2" and not name.endswith(_EXPANDS)
             layer = int(inside[1]) if inside is not None else None
-            of = (source.is_gguf, stays, fragments, layer, embeds, of_experts)
+            of = (source.is_gguf, stays, layer, embeds, of_experts)
             held.append(CheckpointTensor(shape, tensor.nbytes, packs, is_float, *of))
     return tuple(held)
 

@@ -65,7 +65,7 @@ def _operations(host: Host) -> list[Operation]:
         asked = Asked(body.model, messages=plain, variables=body.chat_template_kwargs, tools=tools)
         profile = host.profile_of(asked)
         if body.prompt is None:
-            ids, _ = await host.prompt_of(asked, profile)
+            ids = await host.prompt_of(asked, profile)
         else:
             text, special = body.prompt, body.add_special_tokens
             ids = await host.text_of(lambda: encode(model.tokenizer, text, special))

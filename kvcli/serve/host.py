@@ -123,9 +123,12 @@ class Host:
         name, promise = self.model.info.id, self.model.under(profile).exactness_label
         return f"kvcli-{__version__}-{name}-{self._weights}-{profile.hash}-{promise}".replace(" ", "_")
 
-    async def prompt_of(self, asked: Asked, profile: Profile) -> tuple[list[int], str]:
-        """Return the prompt that the model is given, and its text if a template rendered just that. Raises BadInput and
-        ContextOverflow."""
+    async def prompt_of(self, asked: Asked, profile: Profile) -> list[int]:
+        """Return the prompt that the model is given. Raises BadInput and ContextOverflow.
+
+        It depends on the request alone: an answer that a client sends back is encoded anew, as no other request's
+        answer may choose the tokens of this one.
+        """
         return await self.text_of(partial(self._prompt, asked, profile))
 
     def word(self, token: int) -> str:
@@ -150,7 +153,7 @@ class Host:
         Raises KvcliError, before the first event if the request cannot be answered at all.
         """
         profile = self.profile_of(asked)
-        ids, text = await self.prompt_of(asked, profile)
+        ids = await self.prompt_of(asked, profile)
         constraint = await self._constraint(asked)
         options = {
             "seed": secrets.randbelow(1 << 31) if profile.origins["sample.seed"] == "default" else None,
@@ -168,8 +171,6 @@ class Host:
                 stream = await self.text_of(partial(session.astream, ids, client=asked.client, **options))
                 async with aclosing(self.metrics.watched(f"{self.name}:{profile.name}", stream)) as events:
                     async for event in _calls_of(events, asked):
-                        if isinstance(event, End) and text:
-                            await self.text_of(partial(self.warm.remember, text, ids, event.turn))
                         yield event
         except KvcliError:
             raise
@@ -183,13 +184,13 @@ class Host:
         for pool in (self._texts, self._grammars):
             pool.shutdown(wait=False, cancel_futures=True)
 
-    def _prompt(self, asked: Asked, profile: Profile) -> tuple[list[int], str]:
+    def _prompt(self, asked: Asked, profile: Profile) -> list[int]:
         model, tokenizer = self.model, self.model.tokenizer
         if not asked.messages:
             if isinstance(asked.prompt, str):
                 refuse_longer(asked.prompt, tokenizer, model.limit)
-                return encode(tokenizer, asked.prompt, special=True), ""
-            return list(asked.prompt), ""
+                return encode(tokenizer, asked.prompt, special=True)
+            return list(asked.prompt)
         if wrong := sorted(RESERVED & {*asked.variables}):
             raise BadInput(f"{wrong[0]} is no variable of a chat template", code="not_allowed")
         format, mode = model.thinking_format(), profile.thinking.mode
@@ -199,11 +200,10 @@ class Host:
             variables["tools"] = list(asked.tools)
         refuse_longer("".join(m["content"] for m in asked.messages), tokenizer, model.limit)
         text, layout = lay_out(tokenizer, asked.messages, lambda _: None, variables)
-        ids = self.warm.prompt_ids(text, special=not layout.has_template)
+        ids = encode(tokenizer, text, special=not layout.has_template)
         if asked.forced and not format.thinks(mode):  # the model's own beginning of a call
             ids += encode(tokenizer, model.call_syntax().start)
-            text = ""
-        return ids, text
+        return ids
 
     async def _constraint(self, asked: Asked) -> Constraint | None:
         """Compile the grammar of a request, beside the event loop and the engine."""

@@ -56,7 +56,7 @@ def operations(host: Host) -> list[Operation]:
     async def count(request: Request) -> ASGIApp:
         body = translated(await json_of(request), as_chat)
         (asked,) = await asked_of(host, body, request)
-        ids, _ = await host.prompt_of(asked, host.profile_of(asked))
+        ids = await host.prompt_of(asked, host.profile_of(asked))
         return JSONResponse({"input_tokens": len(ids)})
 
     kinds = ("application/json", "text/event-stream")

@@ -51,7 +51,7 @@ from kvcli.engine.loading.open_lm import open_lm
 from kvcli.models import source
 from kvcli.models.gguf import convert
 file, threads, cache = sys.argv[1:]
-found = convert.convert_if_needed(source.find(file), "auto", Path(cache), packs=True)
+found = convert.convert_if_needed(source.find(file), "auto", Path(cache), keeps_on="cpu")
 lm = open_lm(found, device="cpu", threads=int(threads))
 side, nbytes = Ours(lm), lm.info.weight_bytes
 def read(ids): return side.read(ids, 0)

@@ -61,7 +61,7 @@ def theirs(python: str, file: Path, ids: list[int]) -> tuple[np.ndarray, list[in
 
 def mine(file: Path, ids: list[int]) -> tuple[np.ndarray, list[int]]:
     """Logits of the model that kvcli loads, by transformers, and the greedy text by kvcli."""
-    made = convert.convert_if_needed(source.find(str(file)), "fp32", file.parent / "cache", packs=False).path
+    made = convert.convert_if_needed(source.find(str(file)), "fp32", file.parent / "cache", keeps_on="").path
     model = AutoModelForCausalLM.from_pretrained(made, dtype=torch.float32, attn_implementation="eager")
     with torch.inference_mode():
         logits = model(torch.tensor([ids]), use_cache=False).logits[0].numpy()

@@ -120,7 +120,7 @@ def opened(name: str, cache: Path, settings: dict[str, object]) -> Any:
     """The model under `exact` with these settings. A GGUF file is unpacked to float32: so passes of many rows are three
     times as fast, and no rounding of weights or rows makes more of a difference than there is."""
     found = source.find(stands_for(name, Paths.of(os.environ).data))
-    files = convert.convert_if_needed(found, "fp32", cache, packs=False)
+    files = convert.convert_if_needed(found, "fp32", cache, keeps_on="")
     return load(str(files.path), "exact", set=settings)
 
 

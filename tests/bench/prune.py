@@ -223,7 +223,7 @@ def prune(
         if name == "random-152M" and not Path(name).exists():
             write(Path(name := str(Path(folder, name))))
         given = source.find(stands_for(name, Paths.of(os.environ).data) if name != "demo" else name)
-        files = convert.convert_if_needed(given, "bf16", Path(folder), packs=False)
+        files = convert.convert_if_needed(given, "bf16", Path(folder), keeps_on="")
         whole = load(str(files.path), "exact", {"load.threads": threads})
         ask = {"demo": prune_asked.of_demo, "random-152M": prune_asked.plain}.get(model, prune_asked.of_suite)
         asked = [one for one in ask(whole, tokens, n) if one.kind in (kinds or (one.kind,))]

@@ -17,7 +17,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from kvcli.drafts.draft_models.chunk_retrieval import (
     Adaptive,
     ChunkRetrievalModel,
-    Every,
     Query,
     Trigger,
     best,
@@ -80,7 +79,7 @@ class Told:
             "size": 4,
             "recent": 6,
             "attention_params": attention_params,
-            "trigger": partial(Every, 1),
+            "trigger": partial(Trigger, 1),
             "is_far": far,
         }
         self.it = ChunkRetrievalModel(self.lm, working, 3, sees=sees, closes=closes, **more)
@@ -286,7 +285,7 @@ def test_what_it_missed_while_it_was_not_asked_is_there_when_it_is() -> None:
 
 
 def test_looks_come_by_the_number_of_rounds() -> None:
-    every = Every(4)
+    every = Trigger(4)
     due = []
     for _ in range(10):
         due.append(every.is_due)
@@ -358,7 +357,7 @@ def test_only_the_last_accepted_token_is_looked_with() -> None:
         assert it._query.at == len(session.ids) - 2
     assert accepted > 0
     query = it._query
-    it._trigger, it._context = Every(1), session
+    it._trigger, it._context = Trigger(1), session
     it._query = replace(query, at=query.at - 1)
     assert not it._looks()
     it._query = query

@@ -119,8 +119,8 @@ Q4_K_M = ("Q6_K", "Q4_K", "Q4_K", "Q6_K", "Q4_K", "Q4_K", "Q4_K")
 def in_blocks(path: Path) -> tuple[source.Source, Any]:
     """The file and its model, with linear layers as a GPU has them."""
     found = source.find(str(path))
-    folder = convert.convert_if_needed(found, "bf16", path.parent / "cache", packs=True, kind="cuda")
-    assert folder.path == convert.convert_if_needed(found, "bf16", path.parent / "cache", packs=True).path
+    folder = convert.convert_if_needed(found, "bf16", path.parent / "cache", keeps_on="cuda")
+    assert folder.path == convert.convert_if_needed(found, "bf16", path.parent / "cache", keeps_on="cpu").path
     return found, load_weights(folder, read_config(folder, False), "bf16", torch.device("cpu"), False)[0]
 
 
@@ -182,10 +182,10 @@ def test_a_layer_of_a_file_takes_eight_launches(tmp_path: Path, served: None, mo
 def test_what_runs_in_its_blocks_is_told_with_its_bytes(tmp_path: Path):
     write(tmp_path / "tiny.gguf", kinds=("Q4_K", "TQ1_0"), intermediate_size=256)
     found = source.find(str(tmp_path / "tiny.gguf"))
-    stays, gone = convert.conversion_notes(found, "bfloat16", packs=True, kind="cuda")
+    stays, gone = convert.conversion_notes(found, "bfloat16", keeps_on="cuda")
     assert stays == "GGUF tensors that stay quantized: 12 Q4_K, 6 Q8_0; 0 MiB in the file, 0 MiB on the GPU"
     tensors = [t for file in found.files for t in file.tensors.values() if t.dtype == "TQ1_0"]
     size = 2 * sum(prod(t.shape) for t in tensors) >> 20
     assert gone == f"GGUF tensors converted to bfloat16: 12 TQ1_0; 0 MiB in the file, {size} MiB on the GPU"
-    (all_of_it,) = convert.conversion_notes(found, "bfloat16", packs=False, kind="cuda")
-    assert all_of_it.startswith("GGUF tensors converted to bfloat16: 12 Q4_K, 6 Q8_0, 12 TQ1_0; ")
+    (all_of_it,) = convert.conversion_notes(found, "bfloat16", keeps_on="")
+    assert all_of_it == "GGUF tensors converted to bfloat16: 12 Q4_K, 6 Q8_0, 12 TQ1_0"

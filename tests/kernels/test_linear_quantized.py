@@ -94,11 +94,12 @@ def test_a_row_that_is_no_number_gives_none_and_no_other_row_knows(
     for rows in (2, cpu.MANY[bits] + 5):
         x = torch.randn(rows, 160, generator=torch.Generator().manual_seed(rows)).to(dtype)
         want = linear_quantized(x, w)
-        x[1, 37] = bad
-        got = linear_quantized(x, w)
-        assert not got[1].isfinite().any(), f"{rows} rows"
         others = [row for row in range(rows) if row != 1]
-        assert torch.equal(got[others], want[others]), f"{rows} rows"
+        for places in (slice(37, 38), slice(None)):  # integers of many such numbers add up to 0
+            x[1, places] = bad
+            got = linear_quantized(x, w)
+            assert not got[1].isfinite().any(), f"{rows} rows"
+            assert torch.equal(got[others], want[others]), f"{rows} rows"
 
 
 def test_int8_rounds_by_half_a_step_at_most():

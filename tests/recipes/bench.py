@@ -31,7 +31,7 @@ def kvpress(recipe: Recipe, models: Models) -> KvPress:
 
     profile = recipe.as_profile()
     python, device = interpreter(Path(recipe.cache)), str(weights.find_device(profile.load.device))
-    model = convert_if_needed(recipe.found, profile.load.dtype, Path(recipe.cache), packs=False).path
+    model = convert_if_needed(recipe.found, profile.load.dtype, Path(recipe.cache), keeps_on="").path
     return KvPress(recipe.name, model, dtype_of(recipe), models.threads(profile), python, device=device)
 
 

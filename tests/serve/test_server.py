@@ -23,6 +23,7 @@ from kvcli.chat.model import Model
 from kvcli.chat.text_session import TextSession
 from kvcli.commands.serve import listen
 from kvcli.errors import BadInput, Busy, DoesNotFit, KvcliError
+from kvcli.models.text import encode
 from kvcli.serve import gate, stream
 from kvcli.serve.app import server_app
 from kvcli.serve.errors import error_body
@@ -184,6 +185,21 @@ def test_an_answer_follows_a_schema_or_a_grammar(served):
     assert json.loads(found["message"]["content"]) == {"a": "x"}
     said = served.post(CHAT, asked, grammar='root ::= "oil"').json()["choices"][0]
     assert (said["message"]["content"], said["finish_reason"]) == ("oil", "stop")
+
+
+def test_the_tokens_of_a_prompt_do_not_depend_on_earlier_answers(served):
+    first = HELLO | {"temperature": 1.2, "seed": 3, "max_tokens": 40}
+    said = served.post(CHAT, first).json()
+    text = said["choices"][0]["message"]["content"]
+    spelt = encode(served.host.model.tokenizer, text)
+    assert len(spelt) != said["usage"]["completion_tokens"], "the model spelt its answer in other tokens"
+    turns = [*HELLO["messages"], {"role": "assistant", "content": text}, {"role": "user", "content": "And?"}]
+    other = Served(served.host.model, *NAMES)  # has answered nobody
+    here, there = (one.post(CHAT, HELLO, messages=turns).json() for one in (served, other))
+    other.runner.run(other.host.aclose())
+    other.runner.close()
+    assert here["usage"]["prompt_tokens"] == there["usage"]["prompt_tokens"]
+    assert here["choices"] == there["choices"]
 
 
 def test_samplers_and_stops_reach_the_answer(served):

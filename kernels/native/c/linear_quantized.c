@@ -12,8 +12,8 @@
 //
 // If the CPU multiplies bytes, a row of bf16 becomes two integer digits for each group: x = step (128 high + low), step
 // a power of two. Numbers within 2^6 of their group's largest are exact, others are off by at most 2^-14 of it. Sums of
-// integers are exact in any order. Otherwise, and for fp32, codes are converted to fp32: a chain over k, then the
-// scale.
+// integers are exact in any order. With AVX2 alone the two are one digit of 16 bits, x = step high, in the memory of
+// both: the same sums and bits. Otherwise, and for fp32, codes are converted to fp32: a chain over k, then the scale.
 #include "linear.c"  // for its tiles
 #define STRETCH 32  // inputs whose codes are converted at a time
 #define BLOCK 256   // inputs whose codes are converted to bytes at a time: 16 KiB stay in the first-level cache
@@ -211,21 +211,33 @@ static void rows_chunk(void *arg, int m, char *) {
   }
 }
 
-// ---- two digits ----
+// ---- digits ----
 
-#if defined(__AVX512BF16__)
+#if defined(__AVX512BF16__) || (defined(__AVX2__) && !defined(__AVX512F__))
 #define HAS_DIGITS 1
+#if defined(__AVX512BF16__)
+#define DIGIT_ROWS 2  // rows of a tile
+#else
+#define DIGIT_ROWS 4
+typedef int16_t S __attribute__((vector_size(32), aligned(2)));   // 16 x int16
+typedef uint16_t W __attribute__((vector_size(64), aligned(4)));  // 32 x uint16
+#endif
 static void digits_chunk(void *arg, int m, char *) {
   const Packed *p = arg;
   const bf16 *x = (const bf16 *)p->x + m * p->K;
   for (int64_t at = m; at < p->M * (p->K / p->group); at += p->M, x += p->group) {
+#if defined(__AVX512BF16__)
     int8_t *high = p->high + at * p->group, *low = p->low + at * p->group;
+#else
+    int16_t *high = (int16_t *)p->high + at * p->group;
+#endif
     U top = {0};
     for (int64_t k = 0; k < p->group; k += 16) top = __builtin_elementwise_max(top, __builtin_convertvector(load(H, x + k), U) & 0x7f80);
     const int e = (int)(__builtin_reduce_max(top) >> 7), least = e < 20 ? 20 : e;  // biased exponent of the largest number
     const uint32_t step = e == 255 ? 0x7fc00000u : (uint32_t)(least - 13) << 23, inverse = (uint32_t)(254 - (least - 13)) << 23;
     float times;
     memcpy(&times, &inverse, 4);
+#if defined(__AVX512BF16__)
     I of_high = {0}, of_low = {0};
     for (int64_t k = 0; k < p->group; k += 16) {
       const I q = (I)_mm512_cvtps_epi32((__m512)(wide(load(H, x + k)) * times)), h = q >> 7, l = q & 127;
@@ -235,8 +247,19 @@ static void digits_chunk(void *arg, int m, char *) {
     }
     memcpy(p->step + at, &step, 4);
     p->of_high[at] = __builtin_reduce_add(of_high), p->of_low[at] = __builtin_reduce_add(of_low);
+#else
+    I sum = {0};
+    for (int64_t k = 0; k < p->group; k += 16) {  // 3 * 2^22 has units in its last bit: the sum is rounded to even
+      const I q = (I)(wide(load(H, x + k)) * times + 12582912.f) - 0x4b400000;
+      sum += q;
+      store(high + k, __builtin_convertvector(__builtin_shufflevector(q, q, 0, 2, 1, 3, 4, 6, 5, 7, 8, 10, 9, 11, 12, 14, 13, 15), S));
+    }
+    memcpy(p->step + at, &step, 4);
+    p->of_high[at] = __builtin_reduce_add(sum);
+#endif
   }
 }
+#if defined(__AVX512BF16__)
 INLINE __m512i same_four(const int8_t *x) {  // the same four bytes in all lanes
   __m512i v = _mm512_set1_epi32(*(const int *)x);
   __asm__("" : "+v"(v));
@@ -284,11 +307,65 @@ INLINE void digits_tile(int bits, int has_table, int rows, const Packed *p, cons
       }
   }
 }
-// All rows by two. `size` bytes at `next` are read afterwards: they are prefetched meanwhile
+#else
+// sum + a0 * b0 + a1 * b1 by lane, of pairs of int16
+INLINE I pairs16(I sum, U a, U b) {
+  __m256i x[2], y[2];
+  memcpy(x, &a, 64), memcpy(y, &b, 64);
+  x[0] = _mm256_madd_epi16(x[0], y[0]), x[1] = _mm256_madd_epi16(x[1], y[1]);
+  memcpy(&a, x, 64);
+  return sum + (I)a;
+}
+// As above. A word of codes is two pairs, of inputs 4 t and 4 t + 2, and of those after them: so digits are stored
+INLINE void digits_tile(int bits, int has_table, int rows, const Packed *p, const uint32_t *w, const float *pairs, int64_t j, int64_t end, int64_t m0, float *part) {
+  const int64_t group = p->group, first = j;
+  const int offset = (int)p->format->offset, by_group = p->format->group != 0, zeros = by_group && has_zero(p), vecs = rows == 1 ? 4 : VECS;
+  for (; j < end; j++, pairs += 2 * PANEL) {
+    const int64_t of = j * p->M + m0;
+    if (!m0 && p->M > 2) ask_for((const char *)p->w + (j * group + BLOCK) * PANEL * p->format->bits / 8, group * PANEL * p->format->bits / 8);
+    float whole[DIGIT_ROWS];
+    UNROLL for (int m = 0; m < rows; m++) whole[m] = (float)p->of_high[of + m] * p->step[of + m];
+    for (int n0 = 0; n0 < PANEL; n0 += vecs * 16) {
+      I acc[DIGIT_ROWS][4];
+      UNROLL for (int m = 0; m < rows; m++)
+        UNROLL for (int n = 0; n < vecs; n++) acc[m][n] = (I){} + p->of_high[of + m] * -offset;
+      const uint32_t *x = (const uint32_t *)p->high + of * group / 2;
+#define DO(unit, from) \
+  UNROLL for (int t = 0; t < 4; t++, x += 2) { \
+    U wv[4][2]; \
+    UNROLL for (int n = 0; n < vecs; n++) { \
+      const U four = codes(bits, has_table, p->format, unit, from + t, n0 + n * 16); \
+      wv[n][0] = four & 0x00ff00ff, wv[n][1] = (U)((W)four >> 8); \
+    } \
+    UNROLL for (int m = 0; m < rows; m++) \
+      UNROLL for (int i = 0; i < 2; i++) { \
+        const U xv = (U)spread(x + m * group / 2 + i); \
+        UNROLL for (int n = 0; n < vecs; n++) acc[m][n] = pairs16(acc[m][n], wv[n][i], xv); \
+      } \
+  }
+      HALVES(bits, w, (j - first) * group, group, DO)
+#undef DO
+      UNROLL for (int m = 0; m < rows; m++)
+        UNROLL for (int n = 0; n < vecs; n++) {
+          const float *scale = pairs + n0 + n * 16;
+          float *to = part + (m0 + m) * PANEL + n0 + n * 16;
+          const F v = __builtin_convertvector(acc[m][n], F) * p->step[of + m], sum = by_group ? fma_(v, load(F, scale), load(F, to)) : v + load(F, to);
+          store(to, zeros ? fma_(splat(whole[m]), load(F, scale + PANEL), sum) : sum);
+        }
+    }
+  }
+}
+#endif
+// All rows by DIGIT_ROWS. `size` bytes at `next` are read afterwards: they are prefetched meanwhile
 INLINE void digits_rows(int bits, int has_table, const Packed *p, const void *w, const float *pairs, int64_t j, int64_t end, float *part, const char *next, int64_t size) {
-  const int64_t share = UP(size * 2 / UP(p->M, 2), 64);
-  for (int64_t m = 0, at = 0; m < p->M; m += 2, at += share) {
+  const int64_t share = UP(size * DIGIT_ROWS / UP(p->M, DIGIT_ROWS), 64);
+  for (int64_t m = 0, at = 0; m < p->M; m += DIGIT_ROWS, at += share) {
     ask_for(next + at, size - at < share ? size - at : share);
+#if DIGIT_ROWS > 2
+    if (p->M - m > 3) digits_tile(bits, has_table, 4, p, w, pairs, j, end, m, part);
+    else if (p->M - m > 2) digits_tile(bits, has_table, 3, p, w, pairs, j, end, m, part);
+    else
+#endif
     if (p->M - m > 1) digits_tile(bits, has_table, 2, p, w, pairs, j, end, m, part);
     else digits_tile(bits, has_table, 1, p, w, pairs, j, end, m, part);
   }
@@ -304,7 +381,7 @@ static void digits_of_bytes(const Packed *p, const void *w, const float *pairs, 
 #endif
 INLINE void digits_panel(int bits, int has_table, const Packed *p) {
   const int64_t groups = p->K / p->group, some = BLOCK / p->group, size = BLOCK * PANEL * bits / 8;
-  const int few = bits == 4 && !has_table ? 8 : 2;  // most rows for which codes are taken apart again for each two
+  const int few = bits == 4 && !has_table ? 8 : DIGIT_ROWS;  // most rows for which codes are taken apart again for each tile
   float part[p->M * PANEL];
   const char *w = (const char *)p->w;
   memset(part, 0, sizeof part);
@@ -313,7 +390,7 @@ INLINE void digits_panel(int bits, int has_table, const Packed *p) {
     _Alignas(64) uint8_t bytes[bits < 8 ? BLOCK * PANEL : 1];
     _Alignas(64) float pairs[BLOCK / 16 * 2 * PANEL];
     end = groups - j < some ? groups : j + some;
-    const int64_t ahead = end < groups && p->M > 2 ? size : 0;
+    const int64_t ahead = DIGIT_ROWS < 4 && end < groups && p->M > 2 ? size : 0;  // higher tiles ask by group
     if (p->format->group) pairs_of(p, j, end, pairs);
     if (bits == 8) digits_of_bytes(p, w, pairs, j, end, part, w + size, ahead);
     else if (p->M <= few) digits_rows(bits, has_table, p, w, pairs, j, end, part, w + size, ahead);

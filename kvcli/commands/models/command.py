@@ -165,8 +165,8 @@ def checked(setup: Setup, online: bool) -> CheckDocument:
     limit = subject.shape.limit
     plans = [outlook.plan(profile, n) for n in sorted({min(n, limit) for n in CONTEXTS})]
     load, blocks = plans[0].profile.load, any(tensor.stays for tensor in subject.held)
-    keeps = load.quant == "none" and load.layers_on_gpu == load.experts_on_gpu == "auto"
-    keeps = keeps and any(tensor.stays if kind == "cpu" else tensor.fragments for tensor in subject.held)
+    is_whole = load.quant == "none" and load.layers_on_gpu == load.experts_on_gpu == "auto"
+    keeps = is_whole and any(kind in tensor.stays for tensor in subject.held)
     return CheckDocument(
         model=setup.name,
         path=str(found.path) if found else "",

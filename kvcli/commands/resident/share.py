@@ -86,8 +86,8 @@ def opened(setup: Setup, profile: Profile, tell: Callable[[str], None]) -> Share
             for module in walk_packages(import_module(f"kvcli.{package}").__path__, f"kvcli.{package}."):
                 import_module(module.name)
         given, cache = setup.fetch(profile, tell), setup.world.paths.cache
-        kept = keeps_quantized(profile.load, given)
-        found = convert.convert_if_needed(given, profile.load.dtype, cache, **kept, tell=tell)
+        keeps_on = keeps_quantized(profile.load, given)
+        found = convert.convert_if_needed(given, profile.load.dtype, cache, keeps_on=keeps_on, tell=tell)
         shared = SharedWeights.open(given, found, profile.load, memory.here())
     import psutil
 

@@ -360,8 +360,8 @@ def look(setup: Setup, profile: Profile, wanted: MemoryWishes) -> tuple[PlanWind
     refuse_beyond(profile, outlook.subject.shape.limit, setup.name)
     fitted, note = outlook.fitted(profile, lambda: others_of(setup), force=wanted.force, whole=wanted.whole)
     profile = fitted.profile
-    kept = keeps_quantized(profile.load, found)
-    found = convert_if_needed(found, profile.load.dtype, setup.world.paths.cache, **kept)
+    keeps_on = keeps_quantized(profile.load, found)
+    found = convert_if_needed(found, profile.load.dtype, setup.world.paths.cache, keeps_on=keeps_on)
     tokenizer = load_tokenizer(found, profile.load.trust_remote_code)
     most = outlook.subject.shape.limit
     asked = profile.context.limit

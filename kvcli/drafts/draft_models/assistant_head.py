@@ -23,7 +23,7 @@ from kvcli.engine.hf.lm import LM
 from kvcli.engine.stats import Step
 from kvcli.kernels.attend_invariant import NewRows
 from kvcli.kernels.merge_attention import PartialAttention
-from kvcli.kv.slots import AttentionParams, KVCache, Usage
+from kvcli.kv.slots import AttentionParams, KVCache
 from kvcli.kv.tiers.device_tables import DeviceCache
 from kvcli.kv.views.borrowing import BorrowingReader
 
@@ -66,10 +66,6 @@ class AssistantHead(HiddenStateHead):
         """Discard the hidden state."""
         self._at, self._state = 0, torch.empty(0)  # [1, E]: hidden state of the token before this position
         self._grown = self._state  # [1 + n, E]: that state, then those of draft tokens
-
-    def usage(self) -> list[Usage]:
-        """No KV is stored."""
-        return []
 
     # ---- the sequence ----
 

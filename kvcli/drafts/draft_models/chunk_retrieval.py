@@ -12,7 +12,7 @@ import math
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from math import exp
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -137,34 +137,17 @@ DOUBT = 0.5  # share of the average confidence below which the draft model count
 TRIED, WAITED = 3, 8  # scorings without effect, each watched for WAITED steps, after which only periodic ones remain
 
 
-class Trigger(Protocol):
-    """Trigger: observes every step and decides when the next scoring is due. The first one is due at once."""
-
-    @property
-    def is_near(self) -> bool:
-        """True if a scoring may be due after the coming step."""
-
-    @property
-    def is_due(self) -> bool: ...
-
-    def think(self, sure: float) -> None:
-        """Record the draft model's probability of the coming step's first draft token."""
-
-    def observe(self, was_right: bool | None) -> None:
-        """Record if the first draft token of a finished step was accepted; None = there was none."""
-
-    def looked(self) -> None:
-        """Record that chunks were scored."""
-
-
-class Every:
-    """Trigger with a fixed number of steps between scorings."""
+class Trigger:
+    """Trigger: observes every step and decides when the next scoring is due. The first one is due at once, and with
+    this trigger the others after a fixed number of steps."""
 
     def __init__(self, rounds: int) -> None:
+        """`rounds`: engine steps from one scoring to the next, at least."""
         self._rounds, self._since = rounds, math.inf
 
     @property
     def is_near(self) -> bool:
+        """True if a scoring may be due after the coming step."""
         return self._since + 1 >= self._rounds
 
     @property
@@ -172,16 +155,18 @@ class Every:
         return self._since >= self._rounds
 
     def think(self, sure: float) -> None:
-        return
+        """Record the draft model's probability of the coming step's first draft token."""
 
     def observe(self, was_right: bool | None) -> None:
+        """Record if the first draft token of a finished step was accepted; None = there was none."""
         self._since += 1
 
     def looked(self) -> None:
+        """Record that chunks were scored."""
         self._since = 0
 
 
-class Adaptive:
+class Adaptive(Trigger):
     """Trigger that is due when acceptance drops or the draft model is unsure, and periodically in any case.
 
     SpecExtend announces an adaptive trigger without a description. In its tables a fixed period of 4 or 128 rounds
@@ -189,7 +174,7 @@ class Adaptive:
     """
 
     def __init__(self) -> None:
-        self._since = math.inf
+        super().__init__(LEAST)
         self._short = self._long = self._sure = 0.0
         self._heard = 0  # steps with a draft token
         self._misses = 0  # in a row
@@ -198,14 +183,10 @@ class Adaptive:
         self._vain = 0  # scorings in a row that were triggered and changed nothing
 
     @property
-    def is_near(self) -> bool:
-        return self._since + 1 >= LEAST
-
-    @property
     def is_due(self) -> bool:
         if self._since >= MOST:
             return True
-        if self._since < LEAST or self._vain >= TRIED:
+        if not super().is_due or self._vain >= TRIED:
             return False
         return self._is_lost or self._misses >= 2 or self._short < self._long - FALL
 
@@ -232,7 +213,7 @@ class Adaptive:
 
 def trigger(setting: str) -> Trigger:
     """Return the trigger of the setting `spec.retrieval`."""
-    return Adaptive() if setting == "adaptive" else Every(int(setting.partition(":")[2]))
+    return Adaptive() if setting == "adaptive" else Trigger(int(setting.partition(":")[2]))
 
 
 SPARE = 2  # chunks by which the newest tokens may grow before chunks are chosen again

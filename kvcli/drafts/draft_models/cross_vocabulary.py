@@ -12,13 +12,12 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
+from kvcli.drafts.draft_models.draft_model import DraftModel
 from kvcli.safe_output import BROKEN
 
 if TYPE_CHECKING:
-    from kvcli.drafts.draft_models.draft_model import DraftModel
     from kvcli.engine.drafting.drafter import DraftContext
-    from kvcli.engine.forward_request import NeededTensors, Passes
-    from kvcli.engine.stats import Step
+    from kvcli.engine.forward_request import Passes
     from kvcli.kv.slots import Usage
     from kvcli.models.retokenizer import TokenMapping
 
@@ -132,11 +131,9 @@ class Candidate(NamedTuple):
     score: float
 
 
-class CrossVocabularyModel:
+class CrossVocabularyModel(DraftModel):
     """Draft model of another vocabulary. One of its tokens becomes several draft tokens without a pass between, or none
     before its next token if it is a part of a word that is one token of the target model."""
-
-    needs: NeededTensors = ""  # rows of the target model are no rows of the draft model
 
     def __init__(self, draft_model: DraftModel, spelling: TokenMapping) -> None:
         self._it, self._to = draft_model, spelling
@@ -204,9 +201,6 @@ class CrossVocabularyModel:
 
     def bind(self, context: DraftContext | None) -> None:
         self._it.bind(context)
-
-    def observe(self, step: Step) -> None:
-        """No data: rows of the target model are not this model's."""
 
     # ---- passes ----
 

@@ -14,7 +14,8 @@ if TYPE_CHECKING:
 
 
 class DraftModel(Protocol):
-    """Draft model: follows a sequence and proposes its next tokens by draft passes.
+    """Draft model: follows a sequence and proposes its next tokens by draft passes. Methods with a body are those of a
+    model without a KV cache and prefill of its own.
 
     Call order: `start`, then in each pass `bind`, `catch_up`, and `continue_from` as often as draft tokens save time.
     `observe` and `extend` report which draft tokens were accepted.
@@ -38,17 +39,20 @@ class DraftModel(Protocol):
 
     @property
     def max_depth(self) -> int:
-        """Maximum depth of draft tokens after the whole sequence is covered."""
+        """Maximum depth of draft tokens after the whole sequence is covered: positions left in the context window."""
+        return self.limit - self.length
 
     @property
     def needs(self) -> NeededTensors:
         """Outputs that the next step must return for its rows; "" = none."""
+        return ""
 
     def newest(self, n: int) -> list[int]:
         """Return the last n tokens, or as many as one trial pass can compare."""
 
     def usage(self) -> list[Usage]:
         """Return the memory of the draft model's KV cache."""
+        return []
 
     def start(self, ids: Sequence[int]) -> None:
         """Set the sequence to `ids`."""
@@ -61,12 +65,15 @@ class DraftModel(Protocol):
 
     def bind(self, context: DraftContext | None) -> None:
         """Set the target model's cache of the sequence, before the coming passes read from it."""
+        return
 
     def observe(self, step: Step) -> None:
         """Record one pass of the target model; `extend` follows."""
+        return
 
     def prefill(self) -> Passes[None]:
         """Prefill a prompt except for its last token."""
+        yield from ()
 
     def catch_up(self, want: int = 1, most: float = math.inf, deeper: int = 0) -> Passes[list[list[float]]]:
         """Cover the sequence to its end by a prefill of at most `most` of its newest tokens -> the hook output of the

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from kvcli.engine.forward_request import NeededTensors, Passes
+from kvcli.drafts.draft_models.draft_model import DraftModel
+from kvcli.engine.forward_request import NeededTensors
 
 if TYPE_CHECKING:
     from kvcli.engine.drafting.drafter import DraftContext
     from kvcli.engine.hf.lm import LM
 
 
-class HiddenStateHead:
+class HiddenStateHead(DraftModel):
     """Draft head over the target model; only the hidden state of the pending token is known."""
 
     needs: NeededTensors = "hidden"
@@ -21,10 +22,6 @@ class HiddenStateHead:
         self._text: list[int] = []
         self._context: DraftContext | None = None
         self.discard_cache()
-
-    def discard_cache(self) -> None:
-        """Discard everything known about the sequence."""
-        raise NotImplementedError
 
     @property
     def name(self) -> str:
@@ -38,18 +35,9 @@ class HiddenStateHead:
     def length(self) -> int:
         return len(self._text)
 
-    @property
-    def max_depth(self) -> int:
-        """Positions left in the model's context window."""
-        return self.limit - self.length
-
     def newest(self, n: int) -> list[int]:
         """Return the pending token. Earlier tokens have known successors, and their states are not kept."""
         return self._text[-1:]
-
-    def prefill(self) -> Passes[None]:
-        """No prefill: hidden states of a prompt are not recorded, and the target model's KV cache is filled by it."""
-        yield from ()
 
     def bind(self, context: DraftContext | None) -> None:
         """Set the target model's cache."""

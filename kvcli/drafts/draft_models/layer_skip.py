@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from itertools import chain
 from random import Random
 from time import perf_counter
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -32,16 +32,15 @@ _NEAR = 0.9  # cosine of similar texts: in SmolLM2-135M mostly 0.87 to 0.97 with
 _SHARE = 0.05  # share of the time since the sequence began that is spent on the search
 
 
-class LayerSkip(Protocol):
-    """Layer chooser for self-drafting."""
+class LayerSkip:
+    """Layer chooser for self-drafting. This one skips no layer."""
 
-    @property
-    def runs(self) -> Sequence[range]:
-        """Ranges of consecutive layers that drafts run; () = all."""
+    runs: Sequence[range] = ()  # ranges of consecutive layers that drafts run; () = all
 
     @property
     def about(self) -> str:
         """Number of skipped layers and how they were chosen, in words; "" = none."""
+        return ""
 
     def start(self) -> None:
         """Start another sequence, or rewind this one."""
@@ -49,22 +48,10 @@ class LayerSkip(Protocol):
     def improve(self, kv: KVCache, cache: CacheReader, newest: Sequence[int], length: int) -> Passes[None]:
         """Improve the choice before a draft. `cache`: how drafts read `kv`; `newest`: newest of `length` tokens, the
         pending one last."""
-
-
-class AllLayers:
-    """Layer chooser that skips no layer."""
-
-    runs: Sequence[range] = ()
-    about = ""
-
-    def start(self) -> None:
-        return
-
-    def improve(self, kv: KVCache, cache: CacheReader, newest: Sequence[int], length: int) -> Passes[None]:
         yield from ()
 
 
-class _Chosen:
+class _Chosen(LayerSkip):
     """Base of choosers that skip a fixed number of the units between the first and the last."""
 
     def __init__(self, lm: LM, share: float) -> None:
@@ -74,11 +61,8 @@ class _Chosen:
         self._lm, self._units = lm, layer_groups(lm.shapes)
         self._n = min(len(self._units) - 2, round(share * (len(self._units) - 2)))
         self._random = Random(0)
-        self.runs: Sequence[range] = self._without(range(1, 1 + self._n))
+        self.runs = self._without(range(1, 1 + self._n))
         self.start()
-
-    def start(self) -> None:
-        return
 
     @property
     def about(self) -> str:
@@ -104,9 +88,6 @@ class Early(_Chosen):
         super().__init__(lm, share)
         if self._n > 0:
             self.runs = [range(self._units[-self._n].start), range(lm.n_layers, lm.n_layers)]
-
-    def improve(self, kv: KVCache, cache: CacheReader, newest: Sequence[int], length: int) -> Passes[None]:
-        yield from ()
 
 
 class Swift(_Chosen):

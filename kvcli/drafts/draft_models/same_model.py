@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
+from kvcli.drafts.draft_models.draft_model import DraftModel
 from kvcli.drafts.sources.logit_recycling import top
 from kvcli.engine.drafting.draft_kv import DraftTreeKV
 from kvcli.kv.tiers.device_tables import DeviceCache
@@ -23,27 +24,25 @@ if TYPE_CHECKING:
 
     from kvcli.drafts.draft_models.layer_skip import LayerSkip
     from kvcli.engine.drafting.drafter import DraftContext
-    from kvcli.engine.forward_request import NeededTensors, Passes
+    from kvcli.engine.forward_request import Passes
     from kvcli.engine.hf.lm import LM
-    from kvcli.engine.stats import Step
     from kvcli.kernels.attend_invariant import NewRows
     from kvcli.kernels.merge_attention import PartialAttention
-    from kvcli.kv.slots import AttentionParams, KVCache, Usage
+    from kvcli.kv.slots import AttentionParams, KVCache
     from kvcli.kv.tiers.draft_buffers import DraftBuffers
     from kvcli.kv.views.view import CompactView
 
 _NEWEST = 64  # tokens that are remembered
 
 
-class SelfDraftModel:
+class SelfDraftModel(DraftModel):
     """Draft model that is the target model itself. Only the pending token is uncovered: the first row of each draft."""
 
-    needs: NeededTensors = ""
     n_uncovered = 1
+    length = 0
 
     def __init__(self, lm: LM, skipping: LayerSkip) -> None:
         self.lm, self._skipping = lm, skipping
-        self.length = 0
         self._buffers: DraftBuffers | None = None
         self._newest: list[int] = []  # newest tokens, by which skipped layers are chosen
         self._context: DraftContext | None = None
@@ -59,18 +58,9 @@ class SelfDraftModel:
     def limit(self) -> int:
         return self.lm.limit
 
-    @property
-    def max_depth(self) -> int:
-        """Positions left in the model's context window."""
-        return self.lm.limit - self.length
-
     def newest(self, n: int) -> list[int]:
         """Return the pending token. Earlier tokens need no trial, because their successors are known."""
         return self._newest[-1:]
-
-    def usage(self) -> list[Usage]:
-        """No KV outlasts a draft, and a cache view reports its memory itself."""
-        return []
 
     def start(self, ids: Sequence[int]) -> None:
         """Set the sequence to `ids`."""
@@ -91,13 +81,6 @@ class SelfDraftModel:
         """Set the cache that drafts read: its cache view if one is configured, else all of it as `DraftCacheView`."""
         self._context = context
 
-    def observe(self, step: Step) -> None:
-        """No further data: `extend` has the new tokens."""
-
-    def prefill(self) -> Passes[None]:
-        """No prefill: the target model's own passes fill the cache."""
-        yield from ()
-
     def catch_up(self, want: int = 1, most: float = math.inf, deeper: int = 0) -> Passes[list[list[float]]]:
         """Return the hook output of the pending token's row and, on an accelerator, of `deeper` first choices after
         it."""
@@ -110,7 +93,7 @@ class SelfDraftModel:
         self._buffers = self._ahead.buffers
         ahead, runs = self._ahead, self._skipping.runs
         result = yield from ahead.add(self._newest[-1:], [-1], logits_hook=top, layers=runs)
-        drafted = yield from ahead.grow_chain(result, deeper if self.lm.is_on_accelerator else 0, top, runs)
+        drafted = yield from ahead.grow_chain(result, deeper, top, runs)
         return [result.hook_output(0), *drafted]
 
     def continue_from(self, ids: Sequence[int], parents: Sequence[int]) -> Passes[list[list[float]]]:

@@ -8,15 +8,16 @@ contiguous after evictions, so that a model with a short context window gets no 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import torch
 
+from kvcli.drafts.draft_models.draft_model import DraftModel
 from kvcli.drafts.sources.logit_recycling import top
 from kvcli.engine.drafting.draft_kv import DraftTreeKV
-from kvcli.engine.forward_request import ForwardRequest, ForwardResult, NeededTensors, Passes, Rows
+from kvcli.engine.forward_request import ForwardRequest, ForwardResult, Passes, Rows
 from kvcli.engine.hf.rope import rotaries
 from kvcli.engine.sequence.commit import commit
 from kvcli.kernels.rope import Rotary, rotate, unrotate
@@ -27,9 +28,7 @@ from kvcli.kv.tiers.dense import Dense
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from kvcli.engine.drafting.drafter import DraftContext
     from kvcli.engine.hf.lm import LM
-    from kvcli.engine.stats import Step
     from kvcli.kv.tiers.draft_buffers import DraftBuffers
 
 CHUNK = 512  # tokens of one prefill pass
@@ -37,7 +36,7 @@ CHECKPOINTS = 4  # saved recurrent states, if the model has recurrent layers
 SPARE = 8  # an eighth of the newest tokens is evicted at once, because eviction copies the others
 
 
-class SeparateDraftModel:
+class SeparateDraftModel(DraftModel):
     """Draft model with a KV cache of its own. KV of draft tokens is committed when the tokens are accepted.
 
     Recurrent states include all tokens of its passes, also evicted ones, and no skipped tokens.
@@ -86,10 +85,6 @@ class SeparateDraftModel:
         """Tokens of the sequence."""
         return len(self._text)
 
-    @property
-    def needs(self) -> NeededTensors:
-        return ""
-
     def newest(self, n: int) -> list[int]:
         """Return the last n tokens, or as many as may be kept."""
         return self._text[-int(min(n, self._newest)) :]
@@ -131,12 +126,6 @@ class SeparateDraftModel:
                 self._solid = self._gap = 0
         self._guessed = None
 
-    def bind(self, context: DraftContext | None) -> None:
-        """No effect: the model reads its own KV cache."""
-
-    def observe(self, step: Step) -> None:
-        """No further data: `extend` has the new tokens."""
-
     # ---- passes ----
 
     def prefill(self) -> Passes[None]:
@@ -164,22 +153,21 @@ class SeparateDraftModel:
         self._make_room(self.n_uncovered)
         self._states.mark()
         result, drafted = (yield from self._feed(self._text[self._n :], want)), list[list[float]]()
-        if deeper and self.lm.is_on_accelerator:
-            drafted = yield from self._on_tree(lambda tree: tree.grow_chain(result, deeper, top))
+        if deeper:
+            drafted = yield from self._tree().grow_chain(result, deeper, top)
         return [*(result.hook_output(i) for i in range(want)), *drafted]
 
     def continue_from(self, ids: Sequence[int], parents: Sequence[int]) -> Passes[list[list[float]]]:
         """Return the hook output of draft rows after the sequence, which must be covered."""
-        return (yield from self._on_tree(lambda tree: tree.grow(self._known(ids), parents, top)))
+        return (yield from self._tree().grow(self._known(ids), parents, top))
 
-    def _on_tree(self, work: Callable[[DraftTreeKV], Passes[list[list[float]]]]) -> Passes[list[list[float]]]:
-        """Return what these passes over the draft tree return."""
+    def _tree(self) -> DraftTreeKV:
+        """Return the tree of draft tokens after the sequence."""
         if self._guessed is None:
             states = self._states if self.lm.recurrent_layers else None
             self._guessed = DraftTreeKV(self.lm, self._kv, self._n - self._gap, states, self._buffers)
-        found = yield from work(tree := self._guessed)
-        self._buffers = tree.buffers
-        return found
+            self._buffers = self._guessed.buffers
+        return self._guessed
 
     def _known(self, ids: Sequence[int]) -> list[int]:
         # padding ids of the other vocabulary have no embedding in this model

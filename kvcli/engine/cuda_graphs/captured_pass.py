@@ -1,4 +1,4 @@
-"""One captured pass: its inputs, its operations as they are replayed, and the results of each sequence."""
+"""One captured pass: its operations as they are captured and replayed, and the results of each sequence."""
 
 from __future__ import annotations
 
@@ -12,19 +12,22 @@ import torch
 from torch import Tensor
 
 from kvcli.engine.cuda_graphs.capture import CopiesInFlight, CudaGraphs, captured
-from kvcli.engine.cuda_graphs.captured_forward import CapturedForward
 from kvcli.engine.cuda_graphs.device_sampling import DeviceSamplers, DeviceSampling, PendingPass, can_run_ahead, first
 from kvcli.engine.cuda_graphs.pass_inputs import NONE, CapturedPart, PassInputs
-from kvcli.engine.forward import BatchedPass, run_layers
+from kvcli.engine.forward import BatchedPass, SequencePass, run_layers
 from kvcli.engine.forward_request import ForwardRequest, ForwardResult, NewKV
+from kvcli.engine.hf.cache_shim import CacheShim
+from kvcli.engine.hf.layer_gates import StopForward
 from kvcli.engine.hf.model_settings import fixed_ropes
 from kvcli.engine.readback import Readback, fetch
-from kvcli.kernels.attend_captured import storing
+from kvcli.kernels.attend_captured import attend_captured, storing
 from kvcli.kernels.attend_invariant.tables import uploaded
 
 if TYPE_CHECKING:
     from kvcli.engine.hf.lm import LM
     from kvcli.kernels.attend_captured import Storing
+    from kvcli.kv.slots import AttentionParams
+    from kvcli.kv.tiers.device_tables import DeviceCache
 
 
 class CapturedPass:
@@ -120,23 +123,21 @@ class CapturedPass:
             return self._made(parts, lambda: apart, None, is_overwritten=False)
         known = [part.ran() if stores else None for part, stores in zip(parts, drawing.stores, strict=True)]
         read = drawing.read(self._graphs, self._copies) if under_way is None else under_way.read
-        is_ahead = drawing.go_on is not None and all(map(can_run_ahead, requests))
-        if drawing.go_on is not None and is_ahead:
-            drawing.go_on()
+        results = cache(lambda: drawing.backs(parts, self._logits, read()))
+        go_on = drawing.go_on if all(map(can_run_ahead, requests)) else None
+        if go_on is not None:
+            go_on()
             for part in parts:
                 part.ran()(1)
             self._pass()
-            ahead = drawing.read(self._graphs, self._copies)
-        results = cache(lambda: drawing.backs(parts, self._logits, read()))
-        if any(request.draw is not None for request in requests):  # else the host waits when it reads a result
+            ahead, backs = drawing.read(self._graphs, self._copies), results()[0]
+            rows = [(back.ids[0], at + 1, n) for back, (_, at, n) in zip(backs, map(first, requests), strict=True)]
+            self._under_way = PendingPass(drawing, ahead, rows, uploads)
+        elif any(request.draw is not None for request in requests):  # else the host waits when it reads a result
             for know, count in zip(known, results()[1], strict=True):
                 if know is not None:
                     know(count)
-        if is_ahead:
-            backs = results()[0]
-            rows = [(back.ids[0], at + 1, n) for back, (_, at, n) in zip(backs, map(first, requests), strict=True)]
-            self._under_way = PendingPass(drawing, ahead, rows, uploads)
-        return self._made(parts, lambda: results()[0], drawing, is_overwritten=is_ahead)
+        return self._made(parts, lambda: results()[0], drawing, is_overwritten=go_on is not None)
 
     def _start(self, parts: Sequence[CapturedPart]) -> None:
         here, inputs = self._block()
@@ -177,7 +178,7 @@ class CapturedPass:
             shown = shown if self._is_below or part.shape.shows else None
             drawn = partial(lambda i, row: backs()[i].drawn(row), i)
             output = partial(lambda i, index: backs()[i].hook_output(index), i)
-            choices = None if drawing is None else drawing.choices(i)
+            choices = None if drawing is None or request.logits_hook is None else drawing.results[i][1]
             made.append(ForwardResult(logits, drawn, output, new, queries, shown, commits, choices=choices))
         return made
 
@@ -204,3 +205,70 @@ class CapturedPass:
             want = torch.cat([at if rows.wants_all else at.index_select(0, rows.want) for rows, at in each])
         way = passes[0] if len(passes) == 1 else BatchedPass(passes)
         return run_layers(lm, requests, way, ids, pos, want)
+
+
+class CapturedForward(SequencePass):
+    """Stand-in for `ForwardPass` (forward.py) during a capture: rows of one sequence, with inputs on the device."""
+
+    def __init__(self, part: CapturedPart, rows: PassInputs, hidden: Tensor | None) -> None:
+        """`hidden` [N, E]: as in the request."""
+        request, self._part, self._rows = part.request, part, rows
+        self.layers = range(request.lm.n_layers) if request.layers is None else request.layers
+        self.n_rows, self.hidden, self.shows = len(rows.ids), hidden, part.shape.shows
+        self.cache_shim = CacheShim(request.lm.latents)
+        self._shapes, self._dtype = request.lm.shapes, request.cache.dtype
+        self.fresh: dict[int, NewKV] = {}  # by layer
+        self.queries: list[Tensor] = []  # per layer q [H, N, D]
+
+    def attend(
+        self, layer: int, q: Tensor, k: Tensor, v: Tensor, params: AttentionParams, sink: Tensor | None
+    ) -> Tensor:
+        """Run attention in one layer, as in `ForwardPass` (forward.py)."""
+        cast, (cache, view), is_last = k.to(self._dtype), self._part.reads, layer == self.last
+        q, k, v = q.to(self._dtype), cast, cast if v is k else v.to(self._dtype)
+        if _in_rows(k) != _in_rows(v):  # one address table serves both, so their strides must match
+            k, v = (t.contiguous().flatten().view(t.shape) for t in (k, v))  # a single row may have any stride
+        if (source := self._shapes[layer].shared_from) is not None:
+            layer, k, v = source, self.fresh[source].k, self.fresh[source].v
+        else:
+            if cache.tree is not None:
+                k, v = cache.tree.put(layer, k, v, self._rows.first)
+            self.fresh[layer] = NewKV(k, v)
+        if self._part.shape.queries:
+            self.queries.append(q)
+        if is_last:
+            raise StopForward
+        out = self._read(cache, layer, self._rows.path_of, (q, k, v), params, sink)
+        return (
+            self._read(view, layer, self._rows.beside, (q, k, v), params, sink, out) if len(self._rows.beside) else out
+        )
+
+    def _read(
+        self,
+        cache: DeviceCache,
+        layer: int,
+        path_of: Tensor,
+        new: tuple[Tensor, Tensor, Tensor],
+        params: AttentionParams,
+        sink: Tensor | None,
+        out: Tensor | None = None,
+    ) -> Tensor:
+        """Return the attention of the rows with a path, in place of the others in `out` if given."""
+        (q, k, v), rows, lying, below = new, self._rows, cache.layers[layer], cache.below[layer] if cache.below else ()
+        scale, softcap = params.scale, params.softcap
+        window = None if params.window is None else params.window + cache.wider
+        before = [lower.attend(q, rows.pos, scale, softcap=softcap, window=window) for lower in below]
+        of = q, lying.table, k, v, rows.tree(path_of), scale, lying.room
+        return attend_captured(*of, softcap=softcap, window=window, sink=sink, before=before, out=out)
+
+    def new(self, layer: int) -> tuple[Tensor, Tensor]:
+        """Return the new keys and values that become slots of a layer."""
+        source = self._shapes[layer].shared_from
+        fresh = self.fresh[layer if source is None else source]
+        return fresh.k, fresh.v
+
+
+def _in_rows(t: Tensor) -> list[float]:
+    """Return the strides of heads and rows of t [K, N, D] in units of rows, because keys and values may differ in
+    size."""
+    return [stride / t.shape[2] for stride in t.stride()[:2]]

@@ -28,8 +28,7 @@ class DeviceSampling:
     # float64, which represents ids exactly: per sequence sampled ids, hook output, and the number of stored rows
     numbers: Tensor
     start: Callable[[], None]
-    sizes: Sequence[tuple[int, int]]  # by sequence: numbers of sampled ids, and of the hook output
-    rows: Sequence[int]  # by sequence: rows whose logits are computed
+    results: Sequence[tuple[Tensor, Tensor]]  # by sequence, as views: ids; hook output [n, m] of rows with logits
     stores: Sequence[bool]  # by sequence: it commits the accepted rows
     go_on: Callable[[], None] | None = None  # commits the row that was run and makes the sampled token the next row
     free: list[Tensor] = field(default_factory=list)  # buffers on the host that no copy writes
@@ -47,18 +46,13 @@ class DeviceSampling:
         finish = copies.add(finished, graphs.fetch(self.numbers, here))
         return lambda: finish() or found
 
-    def choices(self, i: int) -> Tensor | None:
-        """Return the hook output [n, m] of the n rows of sequence i whose logits are computed; None if it has none."""
-        at, (n_ids, n_hook) = sum(sum(of) + 1 for of in self.sizes[:i]), self.sizes[i]
-        return self.numbers[at + n_ids : at + n_ids + n_hook].view(self.rows[i], -1) if n_hook else None
-
     def backs(
         self, parts: Sequence[CapturedPart], logits: Sequence[Tensor], numbers: list[float]
     ) -> tuple[list[Readback], list[int]]:
         """Split the numbers into the results of each sequence, and how many of its rows the device has stored."""
         backs, counts = list[Readback](), []
-        for part, of, (n_ids, n_hook) in zip(parts, logits, self.sizes, strict=True):
-            n, wide = len(part.request.want), n_hook // max(1, len(of))
+        for part, of, (ids, hook) in zip(parts, logits, self.results, strict=True):
+            n, n_ids, n_hook, wide = len(part.request.want), len(ids), hook.numel(), hook.shape[1]
             backs.append(Readback(part.request, of[:n]))
             backs[-1].fill([*numbers[: min(n_ids, part.request.rows.tree)], *numbers[n_ids : n_ids + n * wide]])
             counts.append(int(numbers[n_ids + n_hook]))
@@ -89,9 +83,9 @@ class DeviceSamplers:
         how = tuple((each, request.logits_hook) for each, request in zip(samplers, requests, strict=True))
         if (drawing := self._made.get(how)) is None:
             self._one.zero_()
-            (numbers, sizes, stores), start = captured(self._graphs, partial(self._draw, how))
+            (numbers, results, stores), start = captured(self._graphs, partial(self._draw, how))
             self._one.fill_(1)
-            self._made[how] = drawing = DeviceSampling(numbers, start, sizes, [*map(len, self._logits)], stores)
+            self._made[how] = drawing = DeviceSampling(numbers, start, results, stores)
         if drawing.go_on is None and not any(drawing.stores) and all(map(can_run_ahead, requests)):
             self._one.zero_()
             drawing.go_on = captured(self._graphs, partial(self._feed_back, drawing))[1]
@@ -100,31 +94,30 @@ class DeviceSamplers:
 
     def _draw(
         self, how: tuple[tuple[Sampler | None, LogitsHook | None], ...]
-    ) -> tuple[Tensor, list[tuple[int, int]], list[bool]]:
-        parts, sizes, stored = [], [], []
+    ) -> tuple[Tensor, list[tuple[Tensor, Tensor]], list[bool]]:
+        parts, stored = list[Tensor](), list[bool]()
         for rows, logits, store, of in zip(self._rows, self._logits, self._stores, how, strict=True):
-            (sampler, hook), count, none = of, self._one * 0, self._one[:0].double()
-            ids = none if sampler is None else sampler.on_device(logits, rows.wanted_pos.long(), seed=rows.seed)
-            found = none if hook is None else hook(logits).double().flatten()
+            (sampler, hook), count = of, self._one * 0
+            ids = count[:0] if sampler is None else sampler.on_device(logits, rows.wanted_pos.long(), seed=rows.seed)
+            found = logits[:, :0] if hook is None else hook(logits)
             stored.append(sampler is not None and store is not None and rows.has_draft)
             if store is not None and stored[-1]:
                 path, n = rows.accepted_path(ids)
                 store(path, count := n * self._one, rows.all_pos)
-            parts += [ids.double(), found, count.double()]
-            sizes.append((len(ids), len(found)))
+            parts += [ids, found, count]
         # in no memory of captures, so that what is captured elsewhere may run before they are read
-        numbers = self._numbers[how] = torch.cat(parts, out=self._numbers.get(how))
-        return numbers, sizes, stored
+        flat = torch.cat([part.double().flatten() for part in parts], out=self._numbers.get(how))
+        self._numbers[how], views = flat, torch.split(flat, [part.numel() for part in parts])
+        shaped = [view.view(part.shape) for view, part in zip(views, parts, strict=True)]
+        return flat, [*zip(shaped[::3], shaped[1::3], strict=True)], stored
 
     def _feed_back(self, drawing: DeviceSampling) -> None:
-        at = 0
-        for rows, store, of in zip(self._rows, self._stores, drawing.sizes, strict=True):
+        for rows, store, (ids, _) in zip(self._rows, self._stores, drawing.results, strict=True):
             assert store is not None
             store(self._first, self._one, rows.pos)
-            token = drawing.numbers[at : at + 1].clamp(min=0)  # if sampling failed, any valid id
+            token = ids[:1].clamp(min=0)  # if sampling failed, any valid id
             rows.ids.copy_(token.expand_as(rows.ids))
             rows.pos.add_(1)
-            at += sum(of) + 1
 
 
 @dataclass(frozen=True, slots=True)

@@ -75,9 +75,10 @@ class DraftTreeKV(BorrowingReader):
         self, result: ForwardResult, n: int, logits_hook: LogitsHook, layers: Sequence[range] = ()
     ) -> Passes[list[list[float]]]:
         """Run n passes of one row each, whose token is the first choice of the pass before, of `result` for the first.
-        Return their hook output. The device hands these tokens on, so that the host waits once, for the last pass."""
+        Return their hook output. The device hands these tokens on, so that the host waits once, for the last pass; on
+        a CPU, which has no such waits, no pass is run."""
         first, passes = len(self), [result]
-        for _ in range(n):
+        for _ in range(n if self._lm.is_on_accelerator else 0):
             of = yield from self.add([-1], [len(self) - 1], logits_hook=logits_hook, layers=layers, follows=passes[-1])
             passes.append(of)
         found = [of.hook_output(0) for of in reversed(passes)][::-1]

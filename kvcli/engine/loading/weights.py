@@ -10,7 +10,7 @@ import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cache, partial
-from typing import Any, TypedDict
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -66,13 +66,6 @@ def limit_to_files(source: Source) -> Iterator[None]:
     finally:
         for hook in hooks:
             hook.remove()
-
-
-class KeepsBlocks(TypedDict):
-    """Arguments of `convert.convert_if_needed`."""
-
-    packs: bool
-    kind: str  # of the device
 
 
 class _BuildCounter:
@@ -329,20 +322,18 @@ def find_device(name: str) -> torch.device:
     return device
 
 
-def keeps_quantized(load: Load, found: Source) -> KeepsBlocks:
-    """Return whether quantized weights of a GGUF file are kept as they are, as arguments of `convert_if_needed`.
+def keeps_quantized(load: Load, found: Source) -> str:
+    """Return the kind of the device if quantized weights of a GGUF file are kept as they are there; "" = they are not.
 
     Kernels multiply them on CPUs but in float64, and on GPUs in 16 bits if the whole model is there. `load.quant`
     quantizes anew.
     """
-    device, dtype = (
-        find_device(load.device),
-        getattr(torch, NUMBERS.get(load.dtype, str(found.config.get("dtype"))), None),
-    )
+    device = find_device(load.device)
+    dtype = getattr(torch, NUMBERS.get(load.dtype, str(found.config.get("dtype"))), None)
     is_whole = load.layers_on_gpu == load.experts_on_gpu == "auto"
     served = is_whole and dtype is not None and not triton_support.why_not(device, dtype)
     keeps = load.quant == "none" and (load.dtype != "fp64" if device.type == "cpu" else served)
-    return {"packs": keeps, "kind": device.type}
+    return device.type if keeps else ""
 
 
 def quantize_for_gpu(root: nn.Module, quant: str, device: torch.device) -> tuple[Swap, str]:

@@ -66,10 +66,6 @@ class GenerationSession(SequenceState):
         self.prefills = [*past, (start, len(ids))] if is_known else [(stored, len(ids))]
         return stored
 
-    def end_answer(self, n: int) -> None:
-        """End the answer with the first n ids, though the last pass added more. They are part of no later prompt."""
-        self.answer_end = n
-
     def add_input(self, ids: Sequence[int], constraint: Constraint | None = None) -> None:
         """Continue with `ids`, of which those that are new are input as a prompt is, for `compute`. `constraint`: that
         of the answer from there on; None = the present one."""

@@ -65,10 +65,10 @@ class SelfDraft(ModelDraftSettings, ViewSettings):
         return self.mixer(chain, PromptLookup(self.min_match, self.max_match), view=self.glance())
 
     def _skipping(self, lm: LM) -> LayerSkip:
-        from kvcli.drafts.draft_models.layer_skip import AllLayers, Clasp, Early, Knn, SavedLayerSets, Swift
+        from kvcli.drafts.draft_models.layer_skip import Clasp, Early, Knn, LayerSkip, SavedLayerSets, Swift
 
         if self.skip == "none":
-            return AllLayers()
+            return LayerSkip()
         if self.skip == "knn":
             return Knn(lm, self.skipped, lm.remembers.setdefault((SavedLayerSets, self.skipped), SavedLayerSets()))
         kinds: dict[str, Callable[[LM, float], LayerSkip]] = {"swift": Swift, "clasp": Clasp, "early": Early}

@@ -6,7 +6,7 @@ A row of such a tensor is a row of whole blocks, so rows are read in any order a
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import prod
 from typing import TYPE_CHECKING, Any
 
@@ -33,9 +33,10 @@ def stretches(rows: int, columns: int) -> Iterator[slice]:
     return (slice(a, min(a + step, rows)) for a in range(0, rows, step))
 
 
-def stays_packed(name: str, tensor: TensorHeader, kind: str = "cpu") -> bool:
-    """True if a tensor of this transformers name is multiplied without dequantizing it on this kind of device."""
-    if name.startswith("mtp."):  # a draft head loads its layers itself, as numbers
+def stays_packed(name: str, tensor: TensorHeader, kind: str) -> bool:
+    """True if a tensor of this transformers name is multiplied without dequantizing it on this kind of device; "" =
+    none."""
+    if not kind or name.startswith("mtp."):  # a draft head loads its layers itself, as numbers
         return False
     # no panel has outputs of two experts
     of_experts = kind == "cpu" and len(tensor.shape) == 3 and ".experts." in name and tensor.in_file[1] % PANEL == 0
@@ -45,14 +46,12 @@ def stays_packed(name: str, tensor: TensorHeader, kind: str = "cpu") -> bool:
 
 
 def packed_bytes(kind: str, shape: Sequence[int], device: str = "cpu") -> int:
-    """Bytes of a weight [N, K], or of those of experts [E, N, K]: in panels on a CPU, as fragments on a GPU, which
-    have 4 or 8 bits a code."""
-    of, (n, k) = PACKED[kind].format, (prod(shape[:-1]), shape[-1])
-    if device == "cpu":
-        return sum(of.nbytes(n, k))
-    factors = (1 + of.has_min) * (k // of.group) if of.factor_bits else 0
-    padded = -(-n // PANEL) * PANEL
-    return padded * (k * (4 if of.bits <= 4 else 8) // 8 + 2 * (1 + of.has_min) * (k // of.span) + factors)
+    """Bytes of a weight [N, K], or of those of experts [E, N, K], on a kind of device. A GPU has 4 or 8 bits a code,
+    and 8 a factor."""
+    of = PACKED[kind].format
+    if device != "cpu":
+        of = replace(of, bits=4 if of.bits <= 4 else 8, factor_bits=8 if of.factor_bits else 0)
+    return sum(of.nbytes(prod(shape[:-1]), shape[-1]))
 
 
 def numbers(raw: Bytes, kind: str) -> Tensor:

@@ -174,12 +174,11 @@ def convert_if_needed(
     dtype: str,
     cache: Path,
     *,
-    packs: bool,
-    kind: str = "cpu",
+    keeps_on: str,
     tell: Callable[[str], None] | None = None,
 ) -> Source:
-    """Return the model as a folder, weights in `dtype` (auto, bf16, ...). With `packs`, blocks remain quantized as far
-    as this kind of device multiplies them.
+    """Return the model as a folder, weights in `dtype` (auto, bf16, ...). Blocks remain quantized as far as a device of
+    the kind `keeps_on` multiplies them; "" = none do.
 
     A source that is no GGUF file is returned unchanged.
     """
@@ -189,9 +188,9 @@ def convert_if_needed(
     file = Stamped.of(found.path)
     header = read(found.path)
     described = describe(header, found.id)
-    plan = list(_plan(header, described, dtype, kind if packs else ""))
+    plan = list(_plan(header, described, dtype, keeps_on))
     name = fingerprint(found, VERSION, Hashes(cache, tell))
-    form = "-packed" * any(out.packed for out in plan) + f"-{kind}" * any(out.is_apart for out in plan)
+    form = "-packed" * any(out.packed for out in plan) + f"-{keeps_on}" * any(out.is_apart for out in plan)
     folder = cache / FOLDER / f"{name}-{dtype}{form}"
     if not folder.exists():
         _make(folder, found, file, header, described, plan, dtype, tell)
@@ -201,16 +200,16 @@ def convert_if_needed(
     )
 
 
-def conversion_notes(found: Source, dtype: str, *, packs: bool, kind: str = "cpu") -> tuple[str, ...]:
-    """Notes on the tensors of a file that stay quantized on this kind of device, and those that were dequantized; for
-    a GPU with their bytes, because codes of 5 and 6 bits take 8 there."""
+def conversion_notes(found: Source, dtype: str, *, keeps_on: str) -> tuple[str, ...]:
+    """Notes on the tensors of a file that stay quantized, as in `convert_if_needed`, and those that were dequantized;
+    for a GPU with their bytes, because codes of 5 and 6 bits take 8 there."""
     if not found.is_gguf:
         return ()
     tensors = [(name, t) for file in found.files for name, t in file.tensors.items() if t.dtype in BLOCKS]
-    on_gpu, number, notes = kind != "cpu", getattr(torch, dtype).itemsize, list[str]()
+    on_gpu, number, notes = keeps_on == "cuda", getattr(torch, dtype).itemsize, list[str]()
     for keeps in (True, False):
-        held = [t for name, t in tensors if (packs and stays_packed(name, t, kind)) == keeps]
-        here = sum(packed_bytes(t.dtype, t.in_file, kind) if keeps else prod(t.shape) * number for t in held)
+        held = [t for name, t in tensors if stays_packed(name, t, keeps_on) == keeps]
+        here = sum(packed_bytes(t.dtype, t.in_file, keeps_on) if keeps else prod(t.shape) * number for t in held)
         kept = "GGUF tensors that stay quantized" if on_gpu else "GGUF tensors that run in the file's bits"
         what = kept if keeps else f"GGUF tensors converted to {dtype}"
         each = ", ".join(f"{n} {of}" for of, n in sorted(Counter(t.dtype for t in held).items()))
@@ -263,18 +262,20 @@ class _Out:
     is_apart: bool = False  # it would stay quantized on a CPU
 
 
-def _plan(header: Header, described: Described, dtype: str, kind: str) -> Iterator[_Out]:
-    """Plan the folder for a kind of device, or "" if nothing stays quantized."""
+def _plan(header: Header, described: Described, dtype: str, keeps_on: str) -> Iterator[_Out]:
     number = getattr(torch, dtype)
     for name, tensor in described.tensors(header).items():
         rows = partial(raw_rows, header, described.pieces[name])
-        if kind and stays_packed(name, tensor, kind):
+        if stays_packed(name, tensor, keeps_on):
             nbytes = packed_bytes(tensor.dtype, tensor.in_file)
             panels = partial(_panels, rows, tensor.dtype)
             yield _Out(name, "U8", (nbytes,), nbytes, panels, (tensor.dtype, *tensor.in_file))
         else:
             plain = partial(_numbers, header, described.pieces[name], number)
-            nbytes, is_apart = prod(tensor.shape) * number.itemsize, bool(kind) and stays_packed(name, tensor)
+            nbytes, is_apart = (
+                prod(tensor.shape) * number.itemsize,
+                bool(keeps_on) and stays_packed(name, tensor, "cpu"),
+            )
             yield _Out(name, _KINDS[dtype], tensor.shape, nbytes, plain, is_apart=is_apart)
 
 

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from tests.kernels.variants import Variant
-from tests.kernels.variants.linear_skinny import CODES, K_DOWN, KINDS, K
+from tests.kernels.variants.linear_skinny import CODES, K_DOWN, KINDS, K, without
 
 OP = "kvcli.kernels.linear_epilogue.fused"
 TYPES = {
@@ -32,7 +32,7 @@ def _product(name: str, kind: str, rows: int, given: Mapping[str, Any], sk: int)
         "ABOVE": 128,
         "PTX": True,
         "WIDTH": 2,
-        **({} if factor else {"p_factor": None}),
+        **without(kind),
     }
     return Variant(
         kernel=f"{OP}:product_kernel",

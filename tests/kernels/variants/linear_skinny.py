@@ -15,7 +15,7 @@ TYPES = {
 }
 # types of weights, scales and factors, inputs to a group, bytes of a step of 64 outputs with its scales
 KINDS = {
-    "plain": ("*bf16", "*bf16", "", 64, 8192),
+    "plain": ("*bf16", "", "", 64, 8192),
     "int8": ("*i32", "*bf16", "", 64, 4096),
     "int4": ("*i32", "*i32", "", 128, 4096 + 256),
     "nf4": ("*i32", "*fp16", "", 64, 2048 + 128),
@@ -35,17 +35,22 @@ BUDGETS = {"plain": (53, 97, 190), "int8": (136, 149, 172), "int4": (200, 246, 3
 REGISTERS = {8: 72, 16: 104, 32: 176}
 
 
+def without(kind: str) -> dict[str, None]:
+    """Return the arguments that weights of this kind lack."""
+    return {name: None for name, of in zip(("p_scale", "p_factor"), KINDS[kind][1:3], strict=True) if not of}
+
+
 def _linear(kind: str, rows: int, group: int = 0, x: str = "*bf16", residual: str = "") -> Variant:
     w, scale, factor, own, size = KINDS[kind]
     step, above = group or own, 128 if x == "*bf16" else 0
     consts = {"K": K_DOWN if kind == "plain" else K, "STEP": step, "BM": rows, "SK": 4, "ABOVE": above}
-    consts |= {"KIND": CODES.get(kind, kind)} | ({} if factor else {"p_factor": None})
+    consts |= {"KIND": CODES.get(kind, kind)} | without(kind)
     name = f"{kind}{f' by {step}' if kind in ('int4', 'nf4') else ''}, {rows} rows, {x[1:]}"
     return Variant(
         kernel=f"{OP}:linear_kernel",
         name=name + (residual and ", residual"),
         types={**TYPES, "p_w": w, "p_scale": scale, "p_factor": factor, "p_x": x, "p_book": x, "p_residual": residual},
-        consts=consts | {"HAS_BIAS": False, "PTX": True, "WIDTH": 2} | ({} if residual else {"p_residual": None}),
+        consts=consts | {"p_bias": None, "PTX": True, "WIDTH": 2} | ({} if residual else {"p_residual": None}),
         warps=2,
         stages=1,
         registers=None if kind == "plain" else REGISTERS[rows] + 8 * (kind != "int8" and step <= 32),
@@ -69,7 +74,7 @@ VARIANTS = [
             name=f"{kind} widened",
             types={**TYPES, "p_w": "*i32", "p_scale": KINDS[kind][1], "p_factor": KINDS[kind][2], "p_y": "*bf16"},
             consts={"K": K, "STEP": KINDS[kind][3], "KIND": CODES.get(kind, kind), "ABOVE": 128, "PTX": True}
-            | ({} if KINDS[kind][2] else {"p_factor": None}),
+            | without(kind),
             warps=2,
             stages=1,
             aligned=("N", "first"),
