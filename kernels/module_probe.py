@@ -62,8 +62,8 @@ def _setting(value: object) -> Hashable:
         return tuple(map(_setting, value))
     if isinstance(value, set | dict):  # mostly empty dicts of hooks
         return frozenset(map(_setting, value.items() if isinstance(value, dict) else value))
-    if isinstance(value, partial):
-        return _setting((value.func, value.args, value.keywords))
+    if isinstance(value, partial | slice):
+        return _setting(value.__reduce__())  # the type and all that it was made of
     if isinstance(value, MethodType):
         return id(value.__func__)
     found: Hashable = getattr(value, "kind", id(value))  # a replaced forward states its kind

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
+from zlib import crc32
 
 import gguf
 import numpy as np
@@ -124,7 +125,7 @@ def _raw(numbers: np.ndarray, kind: str) -> tuple[np.ndarray, Any]:
     if block == 256 and numbers.shape[-1] % block:
         return _raw(numbers, "Q8_0")
     if kind in SCALES:
-        return blocks(kind, *numbers.shape), what
+        return blocks(kind, *numbers.shape, seed=crc32(numbers)), what
     return gguf.quants.quantize(numbers, what), what
 
 
@@ -136,10 +137,10 @@ SCALES = {
 }  # fmt: skip
 
 
-def blocks(kind: str, n: int, k: int) -> np.ndarray:
+def blocks(kind: str, n: int, k: int, seed: int = 0) -> np.ndarray:
     """Rows of blocks of any bytes, with such scales."""
     block, nbytes = gguf.constants.GGML_QUANT_SIZES[gguf.GGMLQuantizationType[kind]]
-    rng = np.random.default_rng(n)
+    rng = np.random.default_rng((n, seed))
     raw = rng.integers(0, 256, (n * k // block, nbytes), dtype=np.uint8)
     at, scales = SCALES[kind]
     raw[:, at] = (rng.uniform(0.5, 1, (len(raw), len(scales))) * scales).astype(np.float16).view(np.uint8)

@@ -5,16 +5,18 @@ from __future__ import annotations
 from importlib import import_module
 from math import prod
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from gguf import GGMLQuantizationType
 from gguf.quants import quantize
 
+from kvcli.engine.hf.fused_layers import fuse_
 from kvcli.engine.loading.weights import load_weights
 from kvcli.fit.plan import subject_of
 from kvcli.fit.weights import weigh
-from kvcli.kernels import triton_support
+from kvcli.kernels import module_probe, triton_support
 from kvcli.kernels.linear import NativeWeight
 from kvcli.kernels.linear_epilogue import Heads
 from kvcli.kernels.linear_epilogue.module import merged, share_
@@ -26,10 +28,11 @@ from kvcli.models import source
 from kvcli.models.family import read_config
 from kvcli.models.gguf import convert
 from kvcli.models.gguf.blocks import PACKED, packed_bytes
+from tests import make
 from tests.families import prompt
 from tests.gguf_files import SCALES, blocks, write
 from tests.kernels.test_gguf_blocks import N, weights, widths
-from tests.kernels.test_gpu_layer import counted
+from tests.kernels.test_gpu_layer import counted, launches_of_layer
 
 pytest.importorskip("triton")
 import_module("tests.kernels.interpreted")  # before anything that is fused
@@ -109,19 +112,24 @@ def served(monkeypatch: pytest.MonkeyPatch) -> None:
 
 SIZES = {"hidden_size": 256, "intermediate_size": 512, "head_dim": 64, "num_hidden_layers": 1, "vocab_size": 320}
 SIZES |= {"num_attention_heads": 4, "num_key_value_heads": 1}
-Q4_K_M = ("Q4_K", "Q4_K", "Q6_K", "Q4_K", "Q4_K", "Q4_K", "Q6_K")  # q, k, v, o, gate, up, down of half its layers
+# of half its layers: down, as the table of embeddings takes a turn; q, k, v, o, gate, up
+Q4_K_M = ("Q6_K", "Q4_K", "Q4_K", "Q6_K", "Q4_K", "Q4_K", "Q4_K")
+
+
+def in_blocks(path: Path) -> tuple[source.Source, Any]:
+    """The file and its model, with linear layers as a GPU has them."""
+    found = source.find(str(path))
+    folder = convert.convert_if_needed(found, "bf16", path.parent / "cache", keeps_on="cuda")
+    assert folder.path == convert.convert_if_needed(found, "bf16", path.parent / "cache", keeps_on="cpu").path
+    return found, load_weights(folder, read_config(folder, False), "bf16", torch.device("cpu"), False)[0]
 
 
 @pytest.mark.parametrize("is_tied", [True, False])
 def test_a_file_is_loaded_in_its_blocks_and_fit_knows_their_bytes(
     tmp_path: Path, served: None, monkeypatch: pytest.MonkeyPatch, is_tied: bool
 ):
-    kinds = Q4_K_M[-1:] + Q4_K_M[:-1]  # the table of embeddings takes a turn
-    theirs = write(tmp_path / "tiny.gguf", "llama", kinds, ends="Q8_0", **SIZES, tie_word_embeddings=is_tied)
-    found = source.find(str(tmp_path / "tiny.gguf"))
-    folder = convert.convert_if_needed(found, "bf16", tmp_path / "cache", keeps_on="cuda")
-    assert folder.path == convert.convert_if_needed(found, "bf16", tmp_path / "cache", keeps_on="cpu").path
-    model, _ = load_weights(folder, read_config(folder, False), "bf16", torch.device("cpu"), False)
+    theirs = write(tmp_path / "tiny.gguf", "llama", Q4_K_M, ends="Q8_0", **SIZES, tie_word_embeddings=is_tied)
+    found, model = in_blocks(tmp_path / "tiny.gguf")
     linears = [m for m in model.modules() if isinstance(m, OnWeight)]
     assert [one.as_weight.kind for one in linears] == ["blocks4"] * 2 + ["blocks8"] + ["blocks4"] * 3 + ["blocks8"] * 2
     table = model.get_input_embeddings().weight
@@ -145,6 +153,7 @@ def test_a_file_is_loaded_in_its_blocks_and_fit_knows_their_bytes(
 def test_heads_of_several_formats_are_one_launch(served: None, monkeypatch: pytest.MonkeyPatch):
     """q and k in 4 bits and v in 6, as in every second layer of a Q4_K_M file; the modules share the joined weight."""
     layers = [SkinnyPacked(of_packed(first(kind, 64, 256)), None, BF16) for kind in ("Q4_K", "Q4_K", "Q6_K")]
+    assert module_probe.kind(layers[0]) == module_probe.kind(layers[1]) != module_probe.kind(layers[2])
     x = torch.randn(3, 256).to(BF16)
     apart = [reference.linear_skinny(x, layer.as_weight, None) for layer in layers]
     product = merged(layers)
@@ -159,6 +168,15 @@ def test_heads_of_several_formats_are_one_launch(served: None, monkeypatch: pyte
     index = torch.tensor([5, 63])
     want = reference.rows(of_packed(first("Q6_K", 64, 256)), index)
     assert torch.equal(layers[2].weight.form.rows(index), want)
+
+
+@pytest.mark.slow
+def test_a_layer_of_a_file_takes_eight_launches(tmp_path: Path, served: None, monkeypatch: pytest.MonkeyPatch):
+    write(tmp_path / "tiny.gguf", "llama", Q4_K_M, ends="Q8_0", **SIZES)
+    lm = make.wrap_lm(in_blocks(tmp_path / "tiny.gguf")[1])
+    fuse_(lm, list(lm.layers or ()))
+    launches = launches_of_layer(lm, monkeypatch)
+    assert launches.total() == 8, launches
 
 
 def test_what_runs_in_its_blocks_is_told_with_its_bytes(tmp_path: Path):

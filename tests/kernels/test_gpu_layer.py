@@ -120,6 +120,17 @@ class Captured(RunningPass):
         return attend_captured(*given, capacity=64, softcap=softcap, window=window, sink=sink)
 
 
+def launches_of_layer(lm: LM, monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
+    (layer,) = lm.layers or ()
+    fused = vars(layer)["forward"]
+    assert isinstance(fused, FusedLayer)
+    x, cos, sin = (torch.randn(1, n).to(lm.dtype) for n in (lm.model.config.hidden_size, *[lm.shapes[0].k_dim] * 2))
+    its_pass = Captured(lm)
+    with counted(monkeypatch) as launches:
+        fused.run(x, cos, sin, its_pass)
+    return launches
+
+
 @pytest.mark.parametrize(
     ("family", "quant", "of_a_layer"),
     [
@@ -134,13 +145,7 @@ def test_layers_are_found_by_what_they_do(
     """Separate modules, which share the weights, give nearly the same, in 32 to 41 launches."""
     sizes = {"hidden_size": 64, "intermediate_size": 128, "head_dim": 32} if quant else {}
     lm = loaded(family, quant=quant, **sizes)
-    (layer,) = lm.layers or ()
-    fused = vars(layer)["forward"]
-    assert isinstance(fused, FusedLayer)
-    x, cos, sin = (torch.randn(1, n).to(lm.dtype) for n in (lm.model.config.hidden_size, *[lm.shapes[0].k_dim] * 2))
-    its_pass = Captured(lm)
-    with counted(monkeypatch) as launches:
-        fused.run(x, cos, sin, its_pass)
+    launches = launches_of_layer(lm, monkeypatch)
     assert launches.total() == of_a_layer, launches
     ours = logits(lm)
     for module in lm.model.modules():
