@@ -152,19 +152,19 @@ def test_its_weights_and_its_store_are_planned_for() -> None:
 
     weights = plan(demo, exact, room, 1000, MeasuredFacts()).need.weights
     per_token = demo.shape.kv_per_token * demo.number
-    weights += ROOM * per_token  # of a draft tree
-    assert needed(profile, 100) == weights + 100 * per_token
-    assert needed(profile, 8000) == needed(profile, 4000) == weights + 768 * per_token
+    beside = weights + ROOM * per_token  # of a draft tree
+    assert needed(profile, 100) == beside + 100 * per_token
+    assert needed(profile, 8000) == needed(profile, 4000) == beside + 768 * per_token
     packed = profile.replace(spec={"quant": "int4"})
     assert needed(packed, 100) < needed(profile, 100)
     whole = profile.replace(spec={"prefill": "full"})
-    assert needed(whole, 8000) == weights + 8000 * per_token
+    assert needed(whole, 8000) == beside + 8000 * per_token
     chosen = profile.replace(spec={"retrieval": "every:8", "recent": 64})  # and what could be chosen
-    assert needed(chosen, 8000) == weights + (8000 + 768) * per_token
+    assert needed(chosen, 8000) == beside + (8000 + 768) * per_token
     card = replace(NO_SIZES, device="cuda")
     away = chosen.replace(spec={"chunk_device": "host"})
     assert [one.spec.draft_footprint(8000, card).slots for one in (chosen, away)] == [8768, 768]
-    assert needed(profile.replace(spec={"model": "itself"}), 100) == 100 * per_token  # loaded once
+    assert needed(profile.replace(spec={"model": "itself"}), 100) == (100 + ROOM) * per_token  # loaded once
     need, without = (plan(demo, p, room, 100, MeasuredFacts(find=find)).need for p in (profile, exact))
     assert need.loading == weights + without.loading - without.base + need.base
     assert need.loading - need.mapped == weights + without.loading - without.mapped - without.base + need.base

@@ -62,7 +62,7 @@ def failing(folder: Path, config: str | bytes = b"", **given: Any) -> BadConfig:
 KV_KEYS = "keys of kv: dtype, k_bits, v_bits, group, residual, sinks, split_codes, rotate"
 NAMES = (
     "tables: load, prefill, prune, reuse, kv, kv_format, memory, prefix_cache, policy, sparse, spec, "
-    "reasoning_steps, sample, thinking, context"
+    "reasoning_steps, decode, sample, thinking, context"
 )
 
 # Each: what stands in config.toml, and the three lines expected for it.

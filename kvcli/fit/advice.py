@@ -11,6 +11,7 @@ from kvcli.fit.available_memory import AvailableMemory, choose
 from kvcli.fit.plan import MeasuredFacts, Plan, PlannedModel, plan_on
 from kvcli.fit.run_log import NOTHING
 from kvcli.settings.profile import Profile
+from kvcli.settings.values import BY
 
 MIB = 1 << 20
 MOST = 3
@@ -87,7 +88,11 @@ def _candidates(
         yield "--quant int4", lambda: profile.replace(load={"quant": "int4"}), room, context
     for kind in rooms:
         if kind != room.device:
-            yield f"--device {kind}", lambda: profile, choose(dict(rooms), kind), context
+            planned = [key for key, by in profile.origins.items() if by == BY and key.startswith("load.")]
+            asked = profile.replace(
+                load={key[5:]: getattr(type(profile.load), key[5:]) for key in planned}
+            )  # not for this device
+            yield f"--device {kind}", lambda asked=asked: asked, choose(dict(rooms), kind), context
 
 
 def binding(wrong: Plan) -> str:

@@ -71,7 +71,7 @@ def test_a_request_that_fails_ends_the_benchmark(shell: Shell) -> None:
 
 def test_serve_finds_the_server_of_this_user(shell: Shell, monkeypatch: pytest.MonkeyPatch) -> None:
     assert shell("bench", "--serve", "--json") == 3
-    assert json.loads(shell.err)["error"]["code"] == "no_server"
+    assert json.loads(shell.out)["code"] == "no_server"
 
     about = {"path": "p", "pid": 1, "load": [], "seconds": 1.0, "running": 0, "bytes": 1}
     found = [

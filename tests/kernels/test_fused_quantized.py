@@ -121,7 +121,7 @@ def test_small_weights_are_not_lost(monkeypatch: pytest.MonkeyPatch) -> None:
     head = run_of(torch.float16, 8, 8)
     k, v = torch.zeros(600, D), torch.ones(600, D)
     k[0, 0], v[0] = 20 / fused.LOG2E, -(2.0**-10)
-    head.take(k[None].half(), v[None].half(), torch.arange(600)[None])
+    BlockRun.take([head], k[None].half(), v[None].half(), torch.arange(600)[None])
     q = torch.zeros(1, 1, D)
     q[..., 0] = 1
     poisoned(monkeypatch)

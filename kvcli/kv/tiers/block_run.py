@@ -114,7 +114,7 @@ class BlockRun:
         every, first = list[Tensor](), runs[0].pos
         for run, its in zip(runs, torch.split(pos, h), strict=True):
             shares = every and run.pos.data_ptr() == first.data_ptr() and torch.equal(its, pos[:h])
-            every.append(every[0] if shares else torch.cat([run.pos, its], 1))
+            every.append(every[0] if shares else torch.cat([run.pos, its.int()], 1))
         for i, part in enumerate(form.parts):
             mine, at, n, size = [given[j] for j in part.of], pos, pos.shape[1], 1
             if part.by_block:
