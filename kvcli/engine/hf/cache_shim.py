@@ -15,6 +15,8 @@ from weakref import WeakMethod
 import torch
 from torch import Tensor
 
+from kvcli.kernels.attend_invariant.tables import sent
+
 if TYPE_CHECKING:
     from kvcli.engine.hf.mla import LatentProjection
     from kvcli.kv.slots import AttentionParams
@@ -167,7 +169,7 @@ def call(
     where = device or model.device
 
     def tensor(numbers: Sequence[int] | Tensor) -> Tensor:
-        return numbers if isinstance(numbers, Tensor) else torch.tensor(list(numbers), dtype=torch.int64, device=where)
+        return numbers if isinstance(numbers, Tensor) else sent(torch.tensor(list(numbers), dtype=torch.int64), where)
 
     more: dict[str, object] = {}
     with torch.inference_mode(), active_pass(its_pass, cache_shim):
