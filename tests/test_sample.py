@@ -111,6 +111,22 @@ def test_the_distribution_is_that_of_transformers(sampler: Sampler, seed: int) -
     torch.testing.assert_close(law(sampler, row), torch.softmax(want[0].double(), -1), atol=1e-6, rtol=1e-6)
 
 
+FURTHER = [
+    Sampler(temperature=1.1, top_n_sigma=1.5, xtc_probability=0.5, xtc_threshold=0.05),
+    *[Sampler(temperature=1.1, bregman_lambda=0.01, bregman_alpha=alpha) for alpha in (1.1, 1.7, 2.0)],
+]
+
+
+@pytest.mark.parametrize("sampler", [*SETTINGS, *FURTHER])
+@pytest.mark.parametrize("allowed", [1, 2, 9, 20])
+def test_forbidden_tokens_leave_the_distribution_of_the_others(sampler: Sampler, allowed: int) -> None:
+    row = logits(seed=allowed, v=40)
+    mask = torch.randperm(40, generator=torch.Generator().manual_seed(allowed)) < allowed
+    found = law(sampler, row.masked_fill(~mask, -torch.inf))
+    torch.testing.assert_close(found[mask], law(sampler, row[:, mask]), atol=1e-9, rtol=1e-7)
+    assert not found[~mask].any()
+
+
 @pytest.mark.parametrize("sampler", SETTINGS)
 def test_draws_follow_the_distribution(sampler: Sampler) -> None:
     n, row = 20_000, logits(seed=3)

@@ -61,10 +61,12 @@ def _sparse(p: Tensor, cost: float, alpha: float) -> Tensor:
 
     def nearest(last: Tensor) -> tuple[Tensor, Tensor]:
         """Return for each `last` [K, 1] the q of the tokens up to it that is nearest to p, and its objective [K]."""
-        is_kept, shift = at <= last, (last + 1.0) ** (1 - alpha)  # q = (slope + shift) ** (1 / (alpha - 1)) sums to 1
+        # q = (slope + shift) ** (1 / (alpha - 1)) sums to 1; it is 0 where p is, as where a constraint forbids a token
+        is_kept, shift = (at <= last) & (head > 0), (last + 1.0) ** (1 - alpha)
         for _ in range(NEWTON):
             root = ((slope + shift) ** (1 / (alpha - 1))).where(is_kept, 0.0)
-            shift = shift - (_sum(root) - 1) / _sum(root / (slope + shift)) * (alpha - 1)
+            per_shift = _sum((root / (slope + shift)).where(is_kept, 0.0)) / (alpha - 1)
+            shift = (shift - (_sum(root) - 1) / per_shift).clamp(min=0)  # p sums to at most 1
         q = ((slope + shift) ** (1 / (alpha - 1))).where(is_kept, 0.0)
         apart = (q**alpha - head**alpha) / alpha - slope * (q - head)
         return q, (_sum(apart.where(is_kept, 0.0)) / (alpha - 1) + tail[last] / alpha + cost * (last + 1)).squeeze(-1)
