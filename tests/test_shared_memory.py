@@ -270,7 +270,7 @@ def test_others_take_a_step_between_two_pieces_of_saved_kv(shelf: list[int]) -> 
         assert turn.ids == alone(0)[0].ids
         assert turn.stats.cached == len(asked(0)[0]) - 1
         assert other.ids[:NEW] == alone(4)[0].ids
-        assert len(shelf) == len(demo().lm.storing)
+        assert len(shelf) == 2 * len(demo().lm.storing), "layers are made, then filled"
         assert [now - before for before, now in pairwise(shelf)] == [1] * (len(shelf) - 1)
 
     asyncio.run(ask())

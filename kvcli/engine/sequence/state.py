@@ -263,7 +263,9 @@ class SequenceState:
         """Store the KV of the tokens up to n, and yield after each layer; nothing is stored if that does not end."""
         assert not self.lm.recurrent_layers, "the model has recurrent layers, whose states are not given"
         try:
-            self.cache.reserve(max(n, len(self.ids)))
+            for layer in self.lm.storing:
+                self.cache.reserve(max(n, len(self.ids)), [layer])
+                yield
             for layer, k, v, start in past:
                 self.cache.append(layer, k, v, start)
                 yield
