@@ -41,7 +41,7 @@ from kvcli.models import source
 from kvcli.models.catalog import Hashes, Stamped, releases
 from kvcli.models.control_words import spelled
 from kvcli.models.gguf.architectures import Piece
-from kvcli.models.gguf.blocks import PACKED, Bytes, packed_bytes, stays_packed
+from kvcli.models.gguf.blocks import PACKED, Bytes, packed_bytes, packed_sizes, stays_packed
 from kvcli.models.gguf.config import Described, describe
 from kvcli.models.gguf.header import BLOCKS, Header, read
 from kvcli.models.gguf.pieces import raw_rows, values
@@ -205,15 +205,16 @@ def conversion_notes(found: Source, dtype: str, *, keeps_on: str) -> tuple[str, 
     for a GPU with their bytes, because codes of 5 and 6 bits take 8 there."""
     if not found.is_gguf:
         return ()
-    tensors = [(name, t) for file in found.files for name, t in file.tensors.items() if t.dtype in BLOCKS]
+    tensors = {name: t for file in found.files for name, t in file.tensors.items()}
+    sizes = packed_sizes(tensors, keeps_on)
     on_gpu, number, notes = keeps_on == "cuda", getattr(torch, dtype).itemsize, list[str]()
     for keeps in (True, False):
-        held = [t for name, t in tensors if stays_packed(name, t, keeps_on) == keeps]
-        here = sum(packed_bytes(t.dtype, t.in_file, keeps_on) if keeps else prod(t.shape) * number for t in held)
+        held = {name: t for name, t in tensors.items() if t.dtype in BLOCKS and (name in sizes) == keeps}
+        here = sum(sizes.get(name, prod(t.shape) * number) for name, t in held.items())
         kept = "GGUF tensors that stay quantized" if on_gpu else "GGUF tensors that run in the file's bits"
         what = kept if keeps else f"GGUF tensors converted to {dtype}"
-        each = ", ".join(f"{n} {of}" for of, n in sorted(Counter(t.dtype for t in held).items()))
-        size = f"; {sum(t.nbytes for t in held) >> 20:,} MiB in the file, {here >> 20:,} MiB on the GPU"
+        each = ", ".join(f"{n} {of}" for of, n in sorted(Counter(t.dtype for t in held.values()).items()))
+        size = f"; {sum(t.nbytes for t in held.values()) >> 20:,} MiB in the file, {here >> 20:,} MiB on the GPU"
         notes += [f"{what}: {each}{size if on_gpu else ''}"] * bool(held)
     return tuple(notes)
 
