@@ -25,7 +25,8 @@ if TYPE_CHECKING:
 
 Bytes = NDArray[np.uint8]
 _STRETCH = 1 << 22  # numbers dequantized at a time: 16 MiB in float32
-_WEIGHTS = ("_proj.weight", "embed_tokens.weight", "lm_head.weight")  # tensors of linear layers and embeddings
+# tensors of linear layers and embeddings
+_WEIGHTS = ("_proj.weight", "embed_tokens.weight", "lm_head.weight", "mtp.fc.weight")
 _JOINED = re.compile(r"(.+)\.(?:[qkv]|gate|up)_proj\.weight$")  # projections that a GPU multiplies as one
 
 
@@ -38,7 +39,7 @@ def stretches(rows: int, columns: int) -> Iterator[slice]:
 def stays_packed(name: str, tensor: TensorHeader, kind: str) -> bool:
     """True if a tensor of this transformers name is multiplied without dequantizing it on this kind of device; "" =
     none."""
-    if not kind or name.startswith("mtp."):  # a draft head loads its layers itself, as numbers
+    if not kind:
         return False
     # no panel has outputs of two experts
     of_experts = kind == "cpu" and len(tensor.shape) == 3 and ".experts." in name and tensor.in_file[1] % PANEL == 0
