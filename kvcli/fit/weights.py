@@ -249,17 +249,12 @@ def weigh(
     # two of three projections are joined; the joint tensor remains if it is not quantized
     put_together = number * max(parts.values(), default=0) * (4 if is_asked else 2) // 3
     return Weights(
-        memory=memory,
-        files=files,
-        loaded=loaded if sum(plain) != files or put_together > 0 else 0,
-        read=int((memory - (0 if is_read else embeddings)) * share),
-        active=share,
-        packing=max([_ROUNDING * max(packed, default=0) + put_together, *joined.values()]),
-        embeddings=embeddings,
-        layers=tuple(by_layer) if all(by_layer) else (),
-        experts=tuple(experts),
+        memory=memory, files=files, loaded=loaded if sum(plain) != files or put_together > 0 else 0,
+        read=int((memory - (0 if is_read else embeddings)) * share), active=share,
+        packing=max([_ROUNDING * max(packed, default=0) + put_together, *joined.values()]), embeddings=embeddings,
+        layers=tuple(by_layer) if all(by_layer) else (), experts=tuple(experts),
         largest=number * max((h.matrix for h in held if h.packs), default=0),
-    )
+    )  # fmt: skip
 
 
 def _size(h: CheckpointTensor, number: int, quant: str, device: str) -> int:
