@@ -85,7 +85,7 @@ def register() -> None:
 def kept_in(config: Any, stated: Any, *, of_mtp: bool = False) -> dict[str, Any]:
     """Return type and shape of the weights that stay quantized, of a model with these settings or of its MTP layers."""
     names = stated.weights if getattr(stated, "quant_method", "") == METHOD else {}
-    layers = config.get_text_config().num_hidden_layers
+    layers = getattr(config.get_text_config(), "num_hidden_layers", None)
     return {name: how for name, how in names.items() if is_of_mtp(name, layers) == of_mtp}
 
 
