@@ -21,7 +21,6 @@ from kvcli.heads.request import ProbeRequest
 from kvcli.heads.run import Findings, by_kv_head, prompt_hash
 from kvcli.methods.policies.fastgen.recovery import punctuation
 from kvcli.models.text import decode
-from kvcli.policies.scoring.headmap import read_headmap
 from kvcli.quality.fingerprint import fingerprint
 from kvcli.schemas.heads import (
     HeadsCheck,
@@ -63,7 +62,7 @@ def document(model: Model, ask: ProbeRequest, found: Findings) -> HeadsDocument:
     lm, reading = model.lm, found.reading
     shape = (lm.n_layers, lm.n_kv_heads)
     judged = stacked(reading.layers, lm.n_layers) if reading else None
-    forced = _forced(ask, found, shape)
+    forced = _forced(lm, ask, found, shape)
     chosen = choose(judged.mass[ask.settings.measure], judged.cost, ask.settings, forced) if judged else None
     suggest = _suggest(found)
     return HeadsDocument(
@@ -176,13 +175,13 @@ def _rounded(table: Tensor) -> list[list[float]]:
     return [[round(value, DIGITS) for value in row] for row in rows]
 
 
-def _forced(ask: ProbeRequest, found: Findings, shape: tuple[int, int]) -> Tensor:
+def _forced(lm: LM, ask: ProbeRequest, found: Findings, shape: tuple[int, int]) -> Tensor:
     """Return the heads [L, K] that keep everything by this run's head map or by the profile's head map."""
     forced = torch.zeros(shape, dtype=torch.bool)
     if found.ranked_by != "prompt":  # a map from the prompt probe must not override the choice from the same probe
         forced |= found.full
-    if ask.settings.headmap and found.reading is not None:
-        forced |= torch.tensor(read_headmap(ask.settings.headmap)) >= ask.settings.headmap_from
+    if found.reading is not None and (mapped := ask.settings.full_heads(lm)):
+        forced |= torch.tensor(mapped)
     return forced
 
 

@@ -158,9 +158,8 @@ def fastgen_end_to_end(
         return (yield from speed(loaded, asked[0].context, keep, t, new, reps))
     found: dict[str, list[Row]] = {}
     for i, sample in enumerate(asked):
-        for side, row in once(
-            f"{model} {length} {keep} {i}", lambda sample=sample: compared(loaded, sample, keep)
-        ).items():
+        outcome = once(f"{model} {length} {keep} {i}", lambda sample=sample: compared(loaded, sample, keep))
+        for side, row in outcome.items():
             found.setdefault(side, []).append(row)
         print(f"\r{i + 1} of {texts} texts", end="", file=sys.stderr, flush=True)
     for side, rows in found.items():

@@ -41,18 +41,15 @@ class FastGen(FastGenSettings, Policy):
         """Return the policy's requirements. Raises BadInput for a head map that cannot be read or is of another model,
         and BadModel if heads store no keys of their own."""
         from kvcli.engine.sequence.state import QUESTION, SYSTEM, TOOLS
-        from kvcli.methods.policies.fastgen.shipped_map import shipped_map
         from kvcli.methods.policies.fastgen.text_state import FastGenState
-        from kvcli.policies.scoring.headmap import head_rows, refuse_latents
+        from kvcli.policies.scoring.headmap import refuse_latents
 
         refuse_latents(lm, 'policy.name = "fastgen"')
         own = self.on(lm.device.type)
         if self.recovery == "auto" and self.replay and not self.keep:
             try_ = ["--set policy.recovery=0.95"]
             lm.recurrent_layers.refuse(lm.info.id, "tokens in its middle cannot be predicted again", try_)
-        path = str(shipped_map(lm) or "") if self.headmap == "shipped" else self.headmap
-        rows = head_rows(path, lm) if path else []
-        full = [[value >= self.headmap_from for value in row] for row in rows]
+        full = self.full_heads(lm)
         since = own.compression_interval if any("frequent" in name for name in own.candidates) else 0
         again = own.rows if own.reprofile_interval else 0  # rows recorded for a new measurement
         asked = frozenset({QUESTION} if self.protect_question and not self.paper else ())
@@ -65,6 +62,14 @@ class FastGen(FastGenSettings, Policy):
             guard=ProtectedTokens(self.sinks, self.guarded, kinds),
             policy_state=lambda: FastGenState(own, lm, full),
         )
+
+    def full_heads(self, lm: LM) -> list[list[bool]]:
+        """Return the heads [L][K] that keep everything by the head map; [] without one. Raises BadInput as above."""
+        from kvcli.methods.policies.fastgen.shipped_map import shipped_map
+        from kvcli.policies.scoring.headmap import head_rows
+
+        path = str(shipped_map(lm) or "") if self.headmap == "shipped" else self.headmap
+        return [[value >= self.headmap_from for value in row] for row in head_rows(path, lm)] if path else []
 
     def select(self, at: CompressionPoint) -> Passes[Masks]:
         """Select the slots of each head by its choice, which is made after prefill."""
