@@ -70,6 +70,7 @@ def document(model: Model, ask: ProbeRequest, found: Findings) -> HeadsDocument:
         model=model.info.id,
         profile=model.profile.name,
         fingerprint=fingerprint(model),
+        weights=lm.hashes.of(lm.files.get("weights", [])),
         tokenizer=_hash_of_vocabulary(model),
         layers=lm.n_layers,
         kv_heads=lm.n_kv_heads,
@@ -143,8 +144,7 @@ def _offsets(found: Findings, shape: tuple[int, int]) -> list[list[int]] | None:
     if found.fetched is None or found.fetched.read is None:
         return None
     of_group = found.fetched.read.view(*shape, -1, len(OFFSETS)).amax(2)
-    best: list[list[int]] = of_group.argmax(-1).tolist()
-    return [[OFFSETS[i] for i in row] for row in best]
+    return [[OFFSETS[i] for i in row] for row in of_group.argmax(-1).tolist()]
 
 
 def _by_head(model: Model, reading: Reading | None, shape: tuple[int, int]) -> dict[str, Any]:
@@ -171,8 +171,7 @@ def _by_head(model: Model, reading: Reading | None, shape: tuple[int, int]) -> d
 
 def _rounded(table: Tensor) -> list[list[float]]:
     """Round a table to the decimals of a document."""
-    rows: list[list[float]] = table.double().tolist()
-    return [[round(value, DIGITS) for value in row] for row in rows]
+    return [[round(value, DIGITS) for value in row] for row in table.double().tolist()]
 
 
 def _forced(lm: LM, ask: ProbeRequest, found: Findings, shape: tuple[int, int]) -> Tensor:

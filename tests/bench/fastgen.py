@@ -1,6 +1,6 @@
 """FastGen from a prompt to its answer, with and without the head map that ships, and as published, at equal memory.
 
-    python tests/bench/fastgen.py [--model demo] [--texts 12] [--length 2048] [--keep 0.25] [--reps 0] [--out FILE]
+    python tests/bench/fastgen.py [--model demo] [--texts 6] [--length 2048] [--keep 0.25] [--reps 0] [--out FILE]
 
 Four numbers are hidden in each text, and all are asked for when it has been read and compressed. `accuracy` is the
 share of numbers that the likeliest tokens spell; `kl` is how far the predictions of their tokens are from those of the
@@ -100,6 +100,7 @@ def write(session: Any, tokens: list[int]) -> Any:
     hear = range(rows.n_rows)
     (made,) = run([ForwardRequest(session.lm, rows, session.cache, want=hear, record_queries=hear)])
     session.ids += tokens
+    session.next_compression_at = session.committed + rows.n_rows
     session._commit(rows, hear, made, hear)
     run_to_end(session.compress_cache("answering"))
     return made.logits.float().log_softmax(-1)
@@ -142,7 +143,7 @@ CHAT = {"add_generation_prompt": True}
 @measurement("FastGen at {keep} of the KV cache of {model}, texts of {length} tokens")
 def fastgen_end_to_end(
     model: str = "demo",
-    texts: int = 12,
+    texts: int = 6,
     length: int = 2048,
     keep: float = 0.25,
     new: int = 48,

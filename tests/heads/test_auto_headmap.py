@@ -14,6 +14,7 @@ from kvcli.chat.model import Model, load
 from kvcli.errors import BadConfig
 from kvcli.heads.auto_headmap import auto_headmap, place
 from kvcli.heads.headmap import full_heads
+from kvcli.heads.report import document
 from kvcli.heads.request import ProbeRequest
 from kvcli.heads.run import probe
 from kvcli.methods.policies.fastgen.policy import FastGen
@@ -37,9 +38,11 @@ def test_the_map_is_that_of_the_command_and_is_made_once(
     monkeypatch.setattr("kvcli.methods.policies.fastgen.shipped_map.FOLDER", tmp_path)
     path = auto_headmap(model, tmp_path / "heads", said.append)
     written = path.stat().st_mtime_ns
-    by_hand = probe(model, ProbeRequest(probes=("ablate",), context=1024, settings=FastGen()))
+    ask = ProbeRequest(probes=("ablate",), context=1024, settings=FastGen())
+    by_hand = probe(model, ask)
     assert json.loads(path.read_text())["heads"] == by_hand.heads.tolist()
     assert full_heads(torch.tensor(read_headmap(shipped))) == full_heads(by_hand.heads), "the shipped map is an old one"
+    assert json.loads(shipped.read_text())["weights"] == document(model, ask, by_hand).weights
     assert path.stat().st_mode & 0o777 == 0o600
     assert auto_headmap(model, tmp_path / "heads", said.append) == path
     assert path.stat().st_mtime_ns == written
