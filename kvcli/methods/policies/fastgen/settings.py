@@ -42,12 +42,9 @@ class FastGenSettings:
     probe_rows: Literal["auto"] | Annotated[int, Range(1)] = "auto"  # rows measured beside the last; auto = 16 on a CPU
     crossfit: bool = True  # choose frequent tokens by other rows than those that measure recovery
     gqa: Literal["mean", "min"] = "mean"  # mean or minimum over the query heads of a KV head
-    # file of `kvcli profile-heads` or DuoAttention: its heads keep all; auto = measured once, shipped = kvcli's own for
-    # the bundled model and some listed models, and none for others
-    headmap: str = ""
+    headmap: str = ""  # file of `kvcli profile-heads` or DuoAttention; auto = measured once; shipped = kvcli's, if any
     headmap_from: Annotated[float, Range(0, 1)] = 0.5  # score in that file from which a head keeps all
-    # generated tokens between two measurements, of the tokens that are left; 0 = once per prompt
-    reprofile_interval: Annotated[int, Range(0)] = 0
+    reprofile_interval: Annotated[int, Range(0)] = 0  # generated tokens until tokens left are measured again; 0 = never
     compression_interval: Annotated[int, Range(1)] = 64  # generated tokens between two compression points
     score_decay: Annotated[float, Range(above=0, most=1)] = 1.0  # weight of older rows, per token; 1 = equal
     max_profile_mb: Annotated[float, Range(above=0)] = 256.0  # MiB for measurement; larger jobs are split into blocks
