@@ -11,9 +11,9 @@ from kvcli.errors import BadConfig
 from kvcli.files import private_folder, write_private
 from kvcli.heads.request import ProbeRequest
 from kvcli.heads.run import probe
-from kvcli.methods.policies.fastgen.policy import FastGen
 from kvcli.methods.policies.fastgen.shipped_map import FOLDER, shipped_map
 from kvcli.prefix_cache.prefix_cache import cache_key
+from kvcli.quality.controls import full_profile
 from kvcli.schemas.heads import SAMPLE
 
 if TYPE_CHECKING:
@@ -42,7 +42,9 @@ def auto_headmap(model: Model, folder: Path, tell: Callable[[str], None] = lambd
         )
     if not path.exists():
         tell(f"measuring which heads of {model.info.id} need the whole context (once, saved in {path})")
-        found = probe(model, ProbeRequest(probes=("ablate",), context=min(SAMPLE, model.limit), settings=FastGen()))
+        plain = full_profile(model.profile).replace(exactness="approx", policy={"name": "fastgen"})
+        asked = ProbeRequest(probes=("ablate",), context=min(SAMPLE, model.limit), settings=plain.policy.settings)
+        found = probe(model, asked)
         private_folder(path.parent)
         write_private(path, json.dumps({"format": FORMAT, "model": model.info.id, "heads": found.heads.tolist()}))
     return path
