@@ -270,8 +270,7 @@ def _notes(model: Model, ask: ProbeRequest, found: Findings) -> list[str]:
 
 
 def _hash_of_vocabulary(model: Model) -> str:
-    vocabulary = sorted(model.tokenizer.get_vocab().items())
-    return sha256(json.dumps(vocabulary).encode()).hexdigest()[:16]
+    return sha256(json.dumps(sorted(model.tokenizer.get_vocab().items())).encode()).hexdigest()[:16]
 
 
 # ---- memory ----
