@@ -22,7 +22,7 @@ from kvcli.engine.hf.layer_gates import StopForward
 from kvcli.engine.hf.recurrent_layers import SequenceSlice, StateCacheShim, refused
 from kvcli.kernels.attend_invariant import NewRows
 from kvcli.kernels.merge_attention import PartialAttention, merge_attention
-from kvcli.kv.recurrent_state import StateUpdate
+from kvcli.kv.recurrent_state import RecurrentStates, StateUpdate
 from kvcli.kv.slots import AttentionParams
 
 if TYPE_CHECKING:
@@ -191,7 +191,8 @@ def state_shim(requests: Sequence[ForwardRequest], plain: CacheShim) -> StateCac
     return requests[0].lm.recurrent_layers.cache_shim(parts, plain)
 
 
-def _sequence_slice(request: ForwardRequest, rows: slice) -> SequenceSlice:
+def check_chain(request: ForwardRequest) -> RecurrentStates:
+    """Return the recurrent states of a sequence. Raises BadModel if there are none, or its rows are no chain."""
     name = request.lm.info.id
     if request.states is None:
         why = "this method reads the KV cache directly, without recurrent states"
@@ -199,10 +200,15 @@ def _sequence_slice(request: ForwardRequest, rows: slice) -> SequenceSlice:
     if request.rows.tree_mask is not None:
         why = "it drafts one chain only, without lookahead"
         raise refused(name, why, ["--set spec.method=ngram --set spec.branches=1"])
-    assert request.states.now.at in (0, request.rows.pos[0]), "rows do not follow the recurrent state"
-    is_sure = request.is_prompt or request.rows.n_rows == 1
-    folding = StateUpdate(request.states.now, request.rows.n_rows, is_sure=is_sure)
-    return SequenceSlice(request.states, folding, rows, tape=None if is_sure else {})
+    assert request.states.at in (0, request.rows.pos[0]), "rows do not follow the recurrent state"
+    return request.states
+
+
+def _sequence_slice(request: ForwardRequest, rows: slice) -> SequenceSlice:
+    states, n, are_written = check_chain(request), request.rows.n_rows, not request.lm.recurrent_layers.are_by_row
+    is_sure = request.is_prompt or n == 1
+    folding = StateUpdate(states.now, n, is_sure=is_sure, are_written=are_written)
+    return SequenceSlice(states, folding, rows, tape=None if is_sure else {})
 
 
 def attention(

@@ -56,25 +56,28 @@ def apart_by(one: StateCheckpoint, other: StateCheckpoint) -> float:
 class StateUpdate:
     """Update of the state of one sequence by one forward pass; the state before the pass is not modified."""
 
-    def __init__(self, before: StateCheckpoint, n_rows: int, *, is_sure: bool = False) -> None:
-        """`is_sure`: all rows will be accepted, so inputs need not be kept for a rollback."""
-        self.before, self.n_rows, self._is_sure = before, n_rows, is_sure
+    def __init__(
+        self, before: StateCheckpoint, n_rows: int, *, is_sure: bool = False, are_written: bool = True
+    ) -> None:
+        """`is_sure`: all rows will be accepted, so inputs need not be kept for a rollback. `are_written`: layers may
+        write into a state that they get, so they get a copy."""
+        self.before, self.n_rows, self._is_sure, self._are_written = before, n_rows, is_sure, are_written
         self.rec: dict[Key, Tensor] = {}
         self._conv: dict[Key, Tensor] = {}  # [1, C, n]: convolution inputs up to the last row of the pass
         self._width: dict[Key, int] = {}
 
     def conv_state(self, key: Key) -> Tensor | None:
-        """Return a copy of the convolution state before these rows. Some layers write a single row into it."""
+        """Return the convolution state before these rows. Some layers write a single row into it."""
         if (state := self.before.conv.get(key)) is None:
             return None
-        self._conv[key], self._width[key] = state.clone(), state.shape[-1]
+        self._conv[key], self._width[key] = state.clone() if self._are_written else state, state.shape[-1]
         return self._conv[key]
 
     def recurrent_state(self, key: Key) -> Tensor | None:
-        """Return a copy of the recurrent state before these rows. Mamba2's kernel for one row writes into it."""
+        """Return the recurrent state before these rows. Mamba2's kernel for one row writes into it."""
         if (state := self.before.rec.get(key)) is None:
             return None
-        self.rec[key] = state.clone()
+        self.rec[key] = state.clone() if self._are_written else state
         return self.rec[key]
 
     def join(self, key: Key, x: Tensor, width: int) -> Tensor:
@@ -85,6 +88,14 @@ class StateUpdate:
         x = pad(x, (max(0, width - x.shape[-1]), 0))
         self._conv[key], self._width[key] = x[..., -width:].clone() if self._is_sure else x, width
         return x
+
+    def advance_convolutions_(self, count: Tensor) -> None:
+        """Update the convolution states before these rows in place, by the first `count` [1] rows. With a count of 0
+        the rows are not read: a captured pass that has not run has no numbers in them."""
+        for key, x in self._conv.items():
+            state = self.before.conv[key]
+            history, at = torch.cat([state, x[..., state.shape[-1] :]], -1), torch.arange(state.shape[-1], device=x.device)
+            torch.index_select(history, -1, count + at, out=state)
 
     def known(self, n: int, rec: Mapping[Key, Tensor]) -> StateCheckpoint:
         """Return the state after the first n rows, with recurrent states `rec`."""
@@ -104,13 +115,83 @@ def _alone(t: Tensor) -> Tensor:
     return t if t.untyped_storage().nbytes() == t.nbytes else t.clone()
 
 
+@dataclass(slots=True, eq=False, weakref_slot=True)
+class DeviceStates:
+    """Recurrent states of a sequence at fixed addresses, which captured passes read and update in place."""
+
+    states: StateCheckpoint
+    holds: StateCheckpoint | None = None  # the checkpoint that they equal; None = a captured pass has updated them
+    # a pass is updating them whose rows are not committed; if it fails, they are lost
+    is_pending: bool = False
+    synced_length: int = 0  # count of changes not made by a captured pass
+
+    def load(self, known: StateCheckpoint) -> None:
+        """Overwrite the states; what `known` lacks is zero, as at the start of a sequence."""
+        for of, new in ((self.states.conv, known.conv), (self.states.rec, known.rec)):
+            for key, t in of.items():
+                t.copy_(new[key]) if key in new else t.zero_()
+        self.holds, self.synced_length = known, self.synced_length + 1
+
+    def ran(self) -> None:
+        """Note that a captured pass is about to update the states."""
+        self.holds, self.is_pending = None, True
+
+
 class RecurrentStates(Companion):
-    """Recurrent state of a sequence and its checkpoints. A model without such layers can rewind to any length."""
+    """Recurrent state of a sequence and its checkpoints. A model without such layers can rewind to any length.
+
+    Once captured passes run, the state lies on the device, and `now` copies it where a checkpoint is needed.
+    """
 
     def __init__(self, like: StateCheckpoint = NOTHING, most: int = 8) -> None:
         """`like`: shapes and data types of the model's states. `most`: number of checkpoints, sparser further back."""
-        self.now = NOTHING
         self._like, self._most, self._marks = like, most, list[StateCheckpoint]()  # checkpoints sorted by length
+        # the state; of that on the device, which is ahead of any checkpoint, only its length
+        self._now, self._is_ahead, self._device = NOTHING, False, None
+
+    def __deepcopy__(self, memo: object) -> RecurrentStates:
+        found = RecurrentStates(self._like, self._most)
+        found.now, found._marks = self.now, [*self._marks]
+        return found
+
+    @property
+    def at(self) -> int:
+        """Number of tokens before the state."""
+        return self._now.at
+
+    @property
+    def now(self) -> StateCheckpoint:
+        """The state after the newest token."""
+        if self._is_ahead and self._device is not None:
+            its, at = self._device.states, self._now.at
+            conv, rec = ({key: t.clone() for key, t in of.items()} for of in (its.conv, its.rec))
+            self.now = self._device.holds = StateCheckpoint(at, conv, rec)
+        return self._now
+
+    @now.setter
+    def now(self, known: StateCheckpoint) -> None:
+        self._now, self._is_ahead = known, False
+
+    def on_device(self) -> DeviceStates:
+        """Return the state at fixed addresses, up to date."""
+        if (its := self._device) is None:
+            conv, rec = ({k: torch.empty_like(t) for k, t in of.items()} for of in (self._like.conv, self._like.rec))
+            its = self._device = DeviceStates(StateCheckpoint(0, conv, rec))
+        if not self._is_ahead and its.holds is not self._now:
+            its.load(self._now)
+        return its
+
+    def grew(self, n: int) -> None:
+        """Count n tokens by which a captured pass has updated the state on the device."""
+        assert self._device is not None, "no captured pass ran"
+        before, self._device.is_pending = self.at, False
+        self._now, self._is_ahead = StateCheckpoint(before + n), True
+        if self.at // EVERY > before // EVERY:
+            self.mark()
+
+    @property
+    def _is_lost(self) -> bool:
+        return self._is_ahead and self._device is not None and self._device.is_pending
 
     @property
     def _has_any(self) -> bool:
@@ -118,7 +199,7 @@ class RecurrentStates(Companion):
 
     def advance(self, known: StateCheckpoint) -> None:
         """Replace the state after more tokens were computed."""
-        crosses = known.at // EVERY > self.now.at // EVERY
+        crosses = known.at // EVERY > self.at // EVERY
         self.now = known
         if crosses:
             self.mark()
@@ -126,15 +207,15 @@ class RecurrentStates(Companion):
     def skip_tokens(self, n: int) -> None:
         """Set the length to n tokens; tokens after the current state are skipped."""
         if self._has_any:
-            self.now = replace(self.now, at=n)
+            self._now = replace(self._now, at=n)
 
     def checkpoint_positions(self, turns: Iterable[int]) -> list[int]:
         """Return the lengths among `turns` at which prefill must stop for a checkpoint."""
-        return [turn for turn in turns if turn > self.now.at] if self._has_any else []
+        return [turn for turn in turns if turn > self.at] if self._has_any else []
 
     def mark(self) -> None:
         """Save a checkpoint of the current state."""
-        if not self.now.at or (self._marks and self._marks[-1].at == self.now.at):
+        if not self.at or (self._marks and self._marks[-1].at == self.at):
             return
         self._marks.append(self.now)
         if len(self._marks) > self._most:
@@ -142,23 +223,23 @@ class RecurrentStates(Companion):
 
     def _least(self) -> int:
         """Return the checkpoint to drop: its neighbours' gap is smallest relative to its distance from the end."""
-        at = [0, *(mark.at for mark in self._marks), self.now.at]
+        at = [0, *(mark.at for mark in self._marks), self.at]
         gaps = [(at[i + 2] - at[i]) / (at[-1] - at[i]) for i in range(len(self._marks))]
         return gaps.index(min(gaps))
 
     def reaches(self, n: int, of: int = 0) -> int:
         """Return the longest length up to n from which the sequence can continue."""
-        if not self._has_any or n >= self.now.at:
+        if not self._has_any or (n >= self.at and not self._is_lost):
             return n
         return max((mark.at for mark in self._marks if mark.at <= n), default=0)
 
     def rewind(self, n: int, of: int = 0) -> None:
         """Rewind to n tokens, a result of `reaches`."""
-        if n >= self.now.at:
+        if n >= self.at and not self._is_lost:
             return self.mark()
         self._marks = [mark for mark in self._marks if mark.at <= n]
         self.now = self._marks[-1] if n else NOTHING
-        assert self.now.at == n, "no checkpoint is at this position"
+        assert self.at == n, "no checkpoint is at this position"
 
     def compress(self, point: Any) -> None:
         """Save a checkpoint at the end of a chunk of the prompt."""
@@ -168,7 +249,7 @@ class RecurrentStates(Companion):
     def usage(self) -> list[Usage]:
         """Return the bytes of state and checkpoints by layer, each tensor counted once."""
         storages: dict[int, dict[int, int]] = {}
-        for known in (self.now, *self._marks):
+        for known in (self._now, *self._marks, *([] if self._device is None else [self._device.states])):
             for (layer, _), t in known.tensors:
                 storages.setdefault(layer, {})[t.untyped_storage().data_ptr()] = t.untyped_storage().nbytes()
         return [Usage(layer, "state", 0, sum(of.values())) for layer, of in sorted(storages.items())]

@@ -7,7 +7,8 @@ import torch
 from torch import Tensor
 
 from kvcli.kernels import native
-from kvcli.kernels.gated_delta import FUNCTIONS, causal_conv, gated_delta, numbers, reference
+from kvcli.kernels.gated_delta import reference
+from kvcli.kernels.gated_delta.cpu import FUNCTIONS, causal_conv, gated_delta, numbers
 
 pytestmark = pytest.mark.skipif(not native.levels(), reason=native.why_not())
 LEVELS = native.levels() or ("none",)

@@ -19,9 +19,11 @@ from kvcli.engine.forward_request import ForwardRequest, ForwardResult, NewKV
 from kvcli.engine.hf.cache_shim import CacheShim
 from kvcli.engine.hf.layer_gates import StopForward
 from kvcli.engine.hf.model_settings import fixed_ropes
+from kvcli.engine.hf.recurrent_layers import SequenceSlice
 from kvcli.engine.readback import Readback, fetch
 from kvcli.kernels.attend_captured import attend_captured, storing
 from kvcli.kernels.attend_invariant.tables import uploaded
+from kvcli.kv.recurrent_state import RecurrentStates, StateUpdate
 
 if TYPE_CHECKING:
     from kvcli.engine.hf.lm import LM
@@ -58,7 +60,9 @@ class CapturedPass:
         self._none = torch.empty(0, lm.vocab, dtype=lm.dtype, device=lm.device)  # logits
 
         def work() -> tuple[Tensor, Tensor | None, list[CapturedForward]]:
-            passes = [CapturedForward(*each) for each in zip(parts, self._rows, self._hidden, strict=True)]
+            starts = accumulate((shape.rows for shape in shapes), initial=0)
+            each = zip(parts, self._rows, self._hidden, starts, strict=False)
+            passes = [CapturedForward(*one) for one in each]
             return *self._through(lm, [part.request for part in parts], passes), passes
 
         with fixed_ropes(lm.model):
@@ -99,7 +103,14 @@ class CapturedPass:
         tables, fresh = zip(*owners, strict=True)
         store, alive = storing(tables, fresh)
         self._alive += alive
-        return store
+        if (states := made.states) is None:
+            return store
+
+        def store_all(path: Tensor, count: Tensor, pos: Tensor) -> None:
+            store(path, count, pos)
+            states.advance_(count)
+
+        return store_all
 
     @property
     def is_alive(self) -> bool:
@@ -110,7 +121,7 @@ class CapturedPass:
         """Run one pass for requests of these sizes. Raises HostSyncInCapture."""
         requests = [part.request for part in parts]
         drawing = self._drawings.of(requests)
-        uploads = [of.synced_length for part in parts for each in part.reads for of in each.tables()]
+        uploads = [n for part in parts for n in part.uploads()]
         under_way, self._under_way = self._under_way, None
         if under_way is None or not under_way.serves(requests, drawing, uploads):
             under_way = None
@@ -193,6 +204,8 @@ class CapturedPass:
         pos = part.reads[0].tree_pos or part.request.rows.pos
         for of in part.reads:
             of.grew(len(path), pos[path[0]])
+        if part.states is not None and part.request.states is not None:
+            part.request.states.grew(len(path))
 
     def _through(
         self, lm: LM, requests: Sequence[ForwardRequest], passes: Sequence[CapturedForward]
@@ -204,14 +217,16 @@ class CapturedPass:
             each = zip(self._rows, every, strict=True)
             want = torch.cat([at if rows.wants_all else at.index_select(0, rows.want) for rows, at in each])
         way = passes[0] if len(passes) == 1 else BatchedPass(passes)
+        if lm.recurrent_layers:
+            way.cache_shim = lm.recurrent_layers.cache_shim([p.states for p in passes if p.states], way.cache_shim)
         return run_layers(lm, requests, way, ids, pos, want)
 
 
 class CapturedForward(SequencePass):
     """Stand-in for `ForwardPass` (forward.py) during a capture: rows of one sequence, with inputs on the device."""
 
-    def __init__(self, part: CapturedPart, rows: PassInputs, hidden: Tensor | None) -> None:
-        """`hidden` [N, E]: as in the request."""
+    def __init__(self, part: CapturedPart, rows: PassInputs, hidden: Tensor | None, start: int = 0) -> None:
+        """`hidden` [N, E]: as in the request. `start`: number of rows of other sequences before these."""
         request, self._part, self._rows = part.request, part, rows
         self.layers = range(request.lm.n_layers) if request.layers is None else request.layers
         self.n_rows, self.hidden, self.shows = len(rows.ids), hidden, part.shape.shows
@@ -219,6 +234,11 @@ class CapturedForward(SequencePass):
         self._shapes, self._dtype = request.lm.shapes, request.cache.dtype
         self.fresh: dict[int, NewKV] = {}  # by layer
         self.queries: list[Tensor] = []  # per layer q [H, N, D]
+        self.states: SequenceSlice | None = None  # rows of a model with recurrent layers
+        if part.states is not None:
+            update = StateUpdate(part.states.states, self.n_rows, are_written=False)
+            at = slice(start, start + self.n_rows)
+            self.states = SequenceSlice(RecurrentStates(), update, at, tape={}, is_captured=True)
 
     def attend(
         self, layer: int, q: Tensor, k: Tensor, v: Tensor, params: AttentionParams, sink: Tensor | None

@@ -27,6 +27,7 @@ import torch
 from kvcli.engine.cuda_graphs.capture import CopiesInFlight, CudaGraphs, HostSyncInCapture
 from kvcli.engine.cuda_graphs.captured_pass import CapturedPass
 from kvcli.engine.cuda_graphs.pass_inputs import CapturedPart, PassShape
+from kvcli.engine.forward import check_chain
 from kvcli.engine.forward_request import ForwardRequest, ForwardResult
 from kvcli.engine.resources import FRAMES
 from kvcli.kv.tiers.device_tables import DeviceCache
@@ -101,14 +102,20 @@ class CapturedPasses:
         if request.view is not None and not cache.why_not:
             view = request.view.device_tables(size, request.grows)
         glances = request.view is not None and rows.tree < n
-        if why := cache.why_not or (view.why_not if glances else ""):
+        recurrent, states = request.lm.recurrent_layers, None
+        if recurrent and cache.tree is not None:
+            raise NotCaptured("drafted rows follow recurrent states of an earlier pass")
+        if why := cache.why_not or (view.why_not if glances else "") or recurrent.why_not_captured:
             raise NotCaptured(why)
+        if recurrent:
+            states = check_chain(request).on_device()
         wanted = None if list(want) == list(range(n)) else self._size(len(want)) if want else 0
         width = 0 if request.hidden is None else request.hidden.shape[1]
         earlier = 0 if cache.tree is None else cache.tree.room
         gives = bool(request.record_queries), request.record_hidden_states
-        shape = PassShape(size, 1 if rows.tree_mask is None else size, earlier, wanted, glances, *gives, width)
-        return CapturedPart(request, shape, (cache, view))
+        paths = 1 if rows.tree_mask is None else size
+        shape = PassShape(size, paths, earlier, wanted, glances, *gives, width, states is not None)
+        return CapturedPart(request, shape, (cache, view), states)
 
     def _size(self, n: int) -> int:
         return next(size for size in self._sizes if size >= n)

@@ -13,6 +13,7 @@ from torch import Tensor
 from kvcli.engine.forward_request import ForwardRequest
 from kvcli.kernels.attend_invariant.tables import Tree
 from kvcli.kernels.gumbel_noise.reference import signed
+from kvcli.kv.recurrent_state import DeviceStates
 from kvcli.kv.tiers.device_tables import MOST_ROWS, DeviceCache
 
 NONE = -1  # fills unused entries of rows and paths
@@ -30,6 +31,7 @@ class PassShape:
     queries: bool  # queries are recorded
     shows: bool  # hidden states are recorded
     width: int  # size of the given hidden states; 0 = the embedded tokens are the input
+    has_states: bool  # rows update recurrent states, which cannot be cropped
 
     def sizes(self) -> list[int]:
         """Return the size of each input of `PassInputs`."""
@@ -49,6 +51,7 @@ class CapturedPart:
     request: ForwardRequest
     shape: PassShape
     reads: tuple[DeviceCache, DeviceCache]  # KV cache, and the view of lookahead rows, which is kept up to date
+    states: DeviceStates | None = None  # recurrent states; None = the model has none
 
     @property
     def first(self) -> int:
@@ -59,7 +62,12 @@ class CapturedPart:
     def lying(self) -> list[object]:
         """Objects that exist as long as the captured pass is valid."""
         cache, view = self.reads
-        return [*cache.tables(), *view.tables(), *([] if cache.tree is None else [cache.tree])]
+        return [*cache.tables(), *view.tables(), *(of for of in (cache.tree, self.states) if of is not None)]
+
+    def uploads(self) -> list[int]:
+        """Return the counts of changes to what lies on the device that no captured pass made."""
+        its = [] if self.states is None else [self.states]
+        return [of.synced_length for of in (*self.reads[0].tables(), *self.reads[1].tables(), *its)]
 
     def ran(self) -> Callable[[int], None]:
         """Note that the device is about to store rows. The result is to be called with their number; until then the
@@ -68,6 +76,8 @@ class CapturedPart:
         was = [lying.lengths for lying in owners]
         for lying in owners:
             lying.lengths = []
+        if self.states is not None:
+            self.states.ran()
 
         def know(n: int) -> None:
             for lying, lengths in zip(owners, was, strict=True):
@@ -90,7 +100,9 @@ class PassInputs:
         self.seed, self.path, self.want = seed.view(torch.int64)[0], path.view(shape.paths, -1), want
         self.pos = self.all_pos[shape.earlier :]  # of the rows; before, those of rows of earlier passes
         self.accepted = block[starts[-3] :]  # covers `kept` and `count`
-        self.wants_all, self.has_draft = shape.wanted is None, shape.rows > 1 and not shape.earlier
+        self.wants_all = shape.wanted is None
+        # the device commits accepted rows, perhaps rows behind a stop token, by which no state may be updated
+        self.has_draft = shape.rows > 1 and not shape.earlier and not shape.has_states
 
     def tree(self, path_of: Tensor) -> Tree:
         """Return what the rows see, those with a path."""

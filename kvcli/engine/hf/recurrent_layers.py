@@ -25,8 +25,7 @@ from torch.utils._pytree import tree_map
 
 from kvcli.engine.hf.cache_shim import CacheShim, RunningPass, active_pass, current, weak
 from kvcli.errors import BadModel
-from kvcli.kernels import native
-from kvcli.kernels.gated_delta import SERVED, causal_conv, gated_delta, numbers
+from kvcli.kernels.gated_delta import SERVED, implementation
 from kvcli.kernels.module_probe import REFUSALS
 from kvcli.kv.recurrent_state import NOTHING, Key, RecurrentStates, StateCheckpoint, StateUpdate
 
@@ -45,15 +44,22 @@ class SequenceSlice:
     folding: StateUpdate
     rows: slice  # rows of the pass
     tape: dict[RecordedLinear, list[Tensor]] | None = None  # outputs of linear layers; None = all rows will be accepted
+    is_captured: bool = False  # the states before these rows are at fixed addresses, where `advance_` updates them
     # in order; arguments are kept if there is a tape
     calls: dict[RecurrentLayer, Call | None] = field(default_factory=dict)
-    # state after the first rows only, by number of rows
-    behind: dict[Key, Callable[[int], Tensor]] = field(default_factory=dict)
-    _last: Callable[[int], Tensor] | None = None
+    # state after the first rows only, by number of rows; in a captured pass, the function that updates it in place
+    behind: dict[Key, Callable[[Any], Any]] = field(default_factory=dict)
+    _last: Callable[[Any], Any] | None = None
 
-    def made_by(self, behind: Callable[[int], Tensor]) -> None:
+    def made_by(self, behind: Callable[[Any], Any]) -> None:
         """Set the function that recomputes the next stored state after fewer rows."""
         self._last = behind if self.tape is not None else None
+
+    def advance_(self, count: Tensor) -> None:
+        """Update the states before these rows, in place, by the first `count` [1] of them, a number on the device."""
+        self.folding.advance_convolutions_(count)
+        for behind in self.behind.values():
+            behind(count)
 
     def stored(self, key: Key, state: Tensor) -> None:
         """Store the state after these rows."""
@@ -219,9 +225,9 @@ class RecurrentLayers:
             mixer.settle(its if self.are_by_row else None)
 
     @property
-    def why_not_recorded(self) -> str:
-        """Reason why passes are not captured; "" without recurrent layers."""
-        return "it has recurrent layers" if self._found else ""
+    def why_not_captured(self) -> str:
+        """Reason why passes are not captured; "" if they can be."""
+        return "no kernel computes its recurrent layers row by row" if self._found and not self.are_by_row else ""
 
     def cache_shim(self, parts: Sequence[SequenceSlice], plain: CacheShim) -> StateCacheShim:
         """Return the layers' cache for a pass over these sequences, in place of `plain`."""
@@ -322,11 +328,12 @@ def _picked(call: Call, n: int, rows: slice) -> Call:
     return found
 
 
-# Recurrent layers with the gated delta rule, computed row by row by our kernel on a CPU.
+# Recurrent layers with the gated delta rule or with a short convolution alone, computed row by row by our kernels.
 #
 # transformers has two functions for the rule, one for single rows and one for 64 at a time, which round differently. A
 # layer's forward finds them in the globals of its file. Here a copy of that forward, for one module, gets globals with
-# our functions. Element-wise functions run in our kernel too, because torch's loops round an element by its index.
+# our functions. On a CPU element-wise functions run in our kernel too, because torch's loops there round an element by
+# its index.
 
 
 RULES = ("torch_chunk_gated_delta_rule", "torch_recurrent_gated_delta_rule")  # names of these functions in transformers
@@ -341,8 +348,8 @@ _NUMBERS: dict[Any, str] = {
 
 
 class RowwiseGatedDelta:
-    """The forward of one recurrent layer on a CPU, with our kernels. It holds no module, because a module that refers
-    to itself would outlive its model."""
+    """The forward of one recurrent layer with our kernels. It holds no module, because a module that refers to itself
+    would outlive its model."""
 
     def __init__(self, module: nn.Module, forward: Callable[..., Any], now: Callable[[], SequenceSlice]) -> None:
         """`now`: returns the sequence slice that the layer currently computes."""
@@ -355,8 +362,11 @@ class RowwiseGatedDelta:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the layer with the module's signature: [1, N, E] -> [1, N, E]."""
-        with _Numbers():
+        with _Numbers(getattr(self._kernels(args[0] if args else kwargs["hidden_states"]), "numbers", None)):
             return self._forward(self._module(), *args, **kwargs)
+
+    def _kernels(self, like: Tensor) -> Any:
+        return implementation(like, is_captured=self._now().is_captured)
 
     def _rule(
         self,
@@ -370,65 +380,80 @@ class RowwiseGatedDelta:
         **_: Any,
     ) -> tuple[Tensor, Tensor]:
         """Compute q, k [1, N, K, Dk], v [1, N, H, Dv], .. -> [1, N, H, Dv], and the state after the rows [1, H, Dk,
-        Dv]."""
+        Dv]; in a captured pass the state before them, which is to be updated once it is known how many are accepted."""
         rows = (query[0], key[0], value[0], g[0], beta[0])
         state = None if initial_state is None else initial_state[0]
-        out, made = gated_delta(*rows, state, is_normed=use_qk_l2norm_in_kernel)
-        self._now().made_by(partial(_behind, rows, state, use_qk_l2norm_in_kernel))
+        kernels, part, how = self._kernels(value), self._now(), {"is_normed": use_qk_l2norm_in_kernel}
+        if part.is_captured:
+            out, made = kernels.gated_delta(*rows, state, **how, is_captured=True)
+            part.made_by(partial(kernels.advance_, *rows, state, **how))
+        else:
+            out, made = kernels.gated_delta(*rows, state, **how)
+            part.made_by(partial(_behind, rows, state, kernels, how))
         return out[None], made[None]
 
     def _conv(
         self, hidden_states: Tensor, weight: Tensor, bias: Tensor | None = None, activation: Any = None, **_: Any
     ) -> Tensor:
         """Compute earlier rows and these [1, C, L] -> these [1, C, N]."""
-        n = self._now().folding.n_rows
-        return causal_conv(hidden_states[0], weight, bias, n, activation is not None).T[None]
+        kernels, n = self._kernels(hidden_states), self._now().folding.n_rows
+        found: Tensor = kernels.causal_conv(hidden_states[0], weight, bias, n, activation is not None)
+        return found.T[None]
 
 
-def _behind(rows: Rows, state: Tensor | None, is_normed: bool, n: int) -> Tensor:
+def _behind(rows: Rows, state: Tensor | None, kernels: Any, how: Mapping[str, bool], n: int) -> Tensor:
     """Return the state after the first n rows of a call."""
-    q, k, v, g, beta = (t[:n] for t in rows)
-    return gated_delta(q, k, v, g, beta, state, is_normed=is_normed)[1][None]
+    found: Tensor = kernels.gated_delta(*(t[:n] for t in rows), state, **how)[1]
+    return found[None]
 
 
 class _Numbers(TorchFunctionMode):
-    """Element-wise functions in our kernel, whose bits do not depend on the index of an element."""
+    """Element-wise functions in our kernel, if given, whose bits do not depend on the index of an element."""
+
+    def __init__(self, numbers: Callable[[Tensor, str], Tensor] | None) -> None:
+        super().__init__()
+        self._numbers = numbers
 
     def __torch_function__(self, f: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
         is_plain = len(args) == 1 and not any((kwargs or {}).values())  # not in place, no other variant
-        if is_plain and (name := _NUMBERS.get(f)) is not None and args[0].dtype in SERVED:
-            return numbers(args[0], name)
+        name = _NUMBERS.get(f) if is_plain and self._numbers is not None else None
+        if name is not None and self._numbers is not None and args[0].dtype in SERVED:
+            return self._numbers(args[0], name)
         return f(*args, **(kwargs or {}))
 
 
 def by_row(module: nn.Module, now: Callable[[], SequenceSlice]) -> RowwiseGatedDelta | None:
-    """Return a replacement for the module's forward on a CPU; None if its recurrence differs or there is no kernel."""
+    """Return a replacement for the module's forward; None if its recurrence differs or there is no kernel."""
     forward = unwrap(type(module).forward)
     weights = [p for p in module.parameters() if p.is_floating_point()]
-    is_served = all(p.device.type == "cpu" and p.dtype in SERVED for p in weights) and native.native() is not None
+    is_served = all(implementation(p) is not None for p in weights)
     if not is_served or not isinstance(forward, FunctionType) or hasattr(module, "_hf_hook"):
         return None
     names = {*forward.__code__.co_names} & {*forward.__globals__}
-    if not {*RULES, CONV} <= names or getattr(module, "activation", "silu") not in ("silu", "swish"):
+    is_convolution = CONV in names and "get_recurrent_state" not in forward.__code__.co_names
+    if not is_convolution and not {*RULES, CONV} <= names:
         return None
-    functions = [forward.__globals__[name] for name in (*RULES, CONV)]
-    return RowwiseGatedDelta(module, forward, now) if _are_known(*functions) else None
+    if getattr(module, "activation", "silu") not in ("silu", "swish"):
+        return None
+    functions = [forward.__globals__[name] for name in ((CONV,) if is_convolution else (CONV, *RULES))]
+    return RowwiseGatedDelta(module, forward, now) if _are_known(weights[0].device, *functions) else None
 
 
 @cache
 @torch.inference_mode()
-def _are_known(chunk: Callable[..., Any], recurrent: Callable[..., Any], conv: Callable[..., Any]) -> bool:
+def _are_known(device: torch.device, conv: Callable[..., Any], *rules: Callable[..., Any]) -> bool:
     """True if these functions compute what ours do, on random rows of two heads that share a key."""
     noise = torch.Generator().manual_seed(0)
-    q, k, v, g, beta = (torch.randn(1, 3, *by, generator=noise) for by in ((1, 8), (1, 8), (2, 5), (2,), (2,)))
-    state, x, w = (torch.randn(*by, generator=noise) for by in ((1, 2, 8, 5), (1, 7, 9), (7, 4)))
-    kwargs: dict[str, Any] = {"g": -g.abs(), "beta": beta.sigmoid(), "initial_state": state}
+    sizes = (1, 3, 1, 16), (1, 3, 1, 16), (1, 3, 2, 32), (1, 3, 2), (1, 3, 2), (1, 2, 16, 32), (1, 8, 9), (8, 4)
+    q, k, v, g, beta, state, x, w = (torch.randn(*by, generator=noise).to(device) for by in sizes)
+    g, beta, kernels, within = -g.abs(), beta.sigmoid(), implementation(x), 1e-3 if device.type == "cpu" else 1e-2
+    kwargs: dict[str, Any] = {"g": g, "beta": beta, "initial_state": state}
     kwargs |= {"output_final_state": True, "use_qk_l2norm_in_kernel": True}
-    ours = gated_delta(q[0], k[0], v[0], kwargs["g"][0], kwargs["beta"][0], state[0])
+    ours = kernels.gated_delta(q[0], k[0], v[0], g[0], beta[0], state[0])
     try:
-        theirs = [given[0] for rule in (chunk, recurrent) for given in rule(q, k, v, **kwargs)]
-        pairs = [*zip(theirs, ours * 2, strict=True)]
-        pairs.append((conv(x, w, None, activation="silu")[0, :, -2:].T, causal_conv(x[0], w, None, 2, True)))
+        theirs = [given[0] for rule in rules for given in rule(q, k, v, **kwargs)]
+        pairs = [*zip(theirs, ours * len(rules), strict=True)]
+        pairs.append((conv(x, w, None, activation="silu")[0, :, -2:].T, kernels.causal_conv(x[0], w, None, 2, True)))
     except REFUSALS:
         return False
-    return all(a.shape == b.shape and torch.allclose(a, b, rtol=1e-3, atol=1e-4) for a, b in pairs)
+    return all(a.shape == b.shape and torch.allclose(a, b, rtol=within, atol=within / 10) for a, b in pairs)

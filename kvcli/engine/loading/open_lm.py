@@ -283,7 +283,7 @@ def enable_graph_capture(lm: LM, graphs: str) -> None:
         triton_support.why_not(lm.device, lm.dtype) if graphs == "auto" else f"load.graphs = {graphs}",
         "its layers are on two devices" if lm.is_split else "",
         *(attend_invariant.why_not(lm.dtype, lm.device, of.k_dim, of.v_dim) for of in lm.shapes),
-        lm.recurrent_layers.why_not_recorded,
+        lm.recurrent_layers.why_not_captured,
     )
     if not (why := next(filter(None, whys), "")):
         lm.remembers[CapturedPasses] = CapturedPasses(CudaGraphs(lm.device))
