@@ -79,23 +79,22 @@ def gated_delta_kernel(
     m_s = m_k[:, None] & m_v[None, :]
     at = (head * DK + i_k).to(tl.int64)[:, None] * DV + i_v[None, :]
     b_s = tl.load(p_before + at, mask=m_s, other=0.0)  # [BK, BV]
-    n = tl.minimum(n, tl.load(p_count, mask=by_count != 0, other=n))
-    for i in range(0, n):
-        row = i.to(tl.int64)
-        b_q = tl.load(p_q + row * q_step + head // GROUP * DK + i_k, mask=m_k, other=0.0).to(tl.float32)
-        b_k = tl.load(p_k + row * k_step + head // GROUP * DK + i_k, mask=m_k, other=0.0).to(tl.float32)
-        b_v = tl.load(p_v + row * v_step + head * DV + i_v, mask=m_v, other=0.0).to(tl.float32)
+    i_q, m_out, i_v = head // GROUP * DK + i_k, i_v < DV * writes_out, head * DV + i_v
+    for _ in range(0, tl.minimum(n, tl.load(p_count, mask=by_count != 0, other=n))):
+        b_q = tl.load(p_q + i_q, mask=m_k, other=0.0).to(tl.float32)
+        b_k = tl.load(p_k + i_q, mask=m_k, other=0.0).to(tl.float32)
+        b_v = tl.load(p_v + i_v, mask=m_v, other=0.0).to(tl.float32)
         if IS_NORMED:
             b_q *= tl.rsqrt(tl.sum(b_q * b_q, 0) + 1e-6)
             b_k *= tl.rsqrt(tl.sum(b_k * b_k, 0) + 1e-6)
-        b_q /= ROOT
-        b_s *= tl.exp(tl.load(p_g + row * H + head).to(tl.float32))
+        b_s *= tl.exp(tl.load(p_g + head).to(tl.float32))
         b_v -= tl.sum(b_s * b_k[:, None], 0)
-        b_v *= tl.load(p_beta + row * H + head).to(tl.float32)
+        b_v *= tl.load(p_beta + head).to(tl.float32)
         b_s += b_k[:, None] * b_v[None, :]
-        b_out = tl.sum(b_s * b_q[:, None], 0)
-        tl.store(p_out + (row * H + head) * DV + i_v, b_out.to(p_out.dtype.element_ty), mask=m_v & (writes_out != 0))
-    tl.store(p_behind + at, b_s, mask=m_s & (writes_state != 0))
+        b_out = tl.sum(b_s * (b_q / ROOT)[:, None], 0)
+        tl.store(p_out + i_v, b_out.to(p_out.dtype.element_ty), mask=m_out)
+        p_q, p_k, p_v, p_g, p_beta, p_out = p_q + q_step, p_k + k_step, p_v + v_step, p_g + H, p_beta + H, p_out + H * DV
+    tl.store(p_behind + at, b_s, mask=(i_k < DK * writes_state)[:, None] & m_v[None, :])
 
 
 def causal_conv(x: Tensor, w: Tensor, bias: Tensor | None, n: int, has_silu: bool) -> Tensor:
