@@ -14,7 +14,7 @@ REFUSALS = (TypeError, ValueError, RuntimeError, LookupError, AttributeError, As
 T = TypeVar("T")
 
 
-def probe_output(module: nn.Module, x: Tensor) -> Tensor | None:
+def probe_output(module: Callable[[Tensor], object], x: Tensor) -> Tensor | None:
     """Return the module's output, or None if it does not map one tensor to one tensor of the same dtype."""
     try:
         found = module(x)

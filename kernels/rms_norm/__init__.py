@@ -14,6 +14,7 @@ from weakref import WeakMethod
 
 import torch
 from torch import Tensor, nn
+from torch.nn.functional import silu
 
 from kvcli.kernels import native as built
 from kvcli.kernels import triton_support
@@ -101,21 +102,23 @@ class NativeNorm:
 
 
 class FusedNorm:
-    """Forward of one norm on a GPU."""
+    """Forward of one norm on a GPU. With a gate, as recurrent layers have it, what is normed is multiplied by the SiLU of
+    the gate in float32."""
 
     def __init__(self, norm: RMS, own: Callable[[Tensor], Tensor]) -> None:
         self.weight, self.norm, self._own = norm.weight, norm, WeakMethod(own)
         self.kind = (norm.form, norm.eps, norm.weight.shape, norm.weight.dtype)
 
-    def __call__(self, hidden: Tensor) -> Tensor:
+    def __call__(self, hidden: Tensor, gate: Tensor | None = None) -> Tensor:
         if hidden.dtype == self.weight.dtype:
             # imported late, because there may be no Triton where nothing is supported
             from kvcli.kernels.rms_norm.fused import rms_norm as fused
 
-            return fused(hidden, self.norm)
+            normed = fused(hidden, self.norm)
+            return normed if gate is None else (normed * silu(gate.float())).to(normed.dtype)
         own = self._own()
         assert own is not None
-        return own(hidden)
+        return own(hidden) if gate is None else own(hidden, gate)
 
 
 @torch.no_grad()
@@ -129,26 +132,28 @@ def norm_(root: nn.Module) -> int:
             continue
         if len(list(module.parameters())) > 1 or list(module.children()) or "forward" in vars(module):
             continue
-        if len(signature(module.forward).parameters) > 1:  # a gate, which norms of recurrent layers take
+        _, *others = signature(module.forward).parameters
+        if others not in ([], ["gate"]):
             continue
-        if (forward := _same(module, weight.detach(), epsilons[0])) is not None:
+        if (forward := _same(module, weight.detach(), epsilons[0], has_gate=bool(others))) is not None:
             module.forward = forward
             done += 1
     return done
 
 
-def _same(module: nn.Module, weight: Tensor, eps: float) -> NativeNorm | FusedNorm | None:
+def _same(module: nn.Module, weight: Tensor, eps: float, *, has_gate: bool) -> NativeNorm | FusedNorm | None:
     """Return a forward that computes the same; None if there is none."""
     is_fused = not triton_support.why_not(weight.device, weight.dtype)
-    if not is_fused and why_not(weight):
+    if not is_fused and (has_gate or why_not(weight)):
         return None
     x = trial_rows(weight)
-    if (theirs := probe_output(module, x)) is None or theirs.shape != x.shape:
+    gates = [torch.linspace(-3, 3, x.shape[1]).to(x).expand_as(x)] * has_gate
+    if (theirs := probe_output(lambda rows: module(rows, *gates), x)) is None or theirs.shape != x.shape:
         return None
     for form in FORMS:
         if is_fused:
             ours = FusedNorm(RMS(weight, eps, form), module.forward)
-            if _nearly_equal(ours(x), theirs):
+            if _nearly_equal(ours(x, *gates), theirs):
                 return ours
         elif torch.equal(rms_norm(x, norm := norm_of(weight, eps, form)), theirs):
             return NativeNorm(weight, norm, module.forward)

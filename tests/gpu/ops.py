@@ -243,6 +243,26 @@ def _merged(size: Size, g: Generator) -> Op:
     return Op(of, 0)
 
 
+def _recurrent(size: Size, g: Generator) -> Op:
+    """The rule on a row at a time, each behind the same state: what follows a row in its pass is no part of it."""
+    from kvcli.kernels.gated_delta import fused
+
+    q, k, v = (noise(g, MOST, size.heads, size.d) for _ in "qkv")
+    decay, beta = (noise(g, MOST, size.heads).float().sigmoid() for _ in "gb")
+    state = torch.randn(size.heads, size.d, size.d, generator=g, device=g.device)
+
+    def of(rows: Rows) -> Callable[[], Tensor]:
+        def run() -> Tensor:
+            """Each row first in a chain of all, as long as the pass."""
+            chains = [[row, *[other for other in rows if other != row]] for row in rows]
+            made = [fused.gated_delta(*(t[chain] for t in (q, k, v, -decay, beta)), state)[0][0] for chain in chains]
+            return torch.stack(made)
+
+        return run
+
+    return Op(of, state.nbytes)
+
+
 def _turned(size: Size, g: Generator) -> Op:
     from kvcli.kernels.quantize_kv import fused
 
@@ -327,6 +347,7 @@ OURS |= {"attend_invariant": _attention, "attend, limits": _limited, "append_kv"
 OURS |= {"rms_norm, in float32": partial(_norm, in_full=True), "rms_norm": partial(_norm, in_full=False)}
 OURS |= {f"attend_quantized, {bits} bits": partial(_packed_attention, bits) for bits in (8, 4, 2)}
 OURS |= {"merge_attention": _merged, "quantize_kv, turned": _turned, "rope": _rotated, "attention_mass": _masses}
+OURS |= {"gated_delta": _recurrent}
 OURS |= {f"moe_linear, {kind}": partial(_experts, kind) for kind in ("plain", "int4")}
 OURS |= {"page_bounds": partial(_scored, by_codes=False), "quantized_key_scores": partial(_scored, by_codes=True)}
 

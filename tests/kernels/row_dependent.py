@@ -36,6 +36,12 @@ CHANGES = {
         "tl.max(tl.load(p_upto + n, mask=mine, other=0), 0) - 1",
     ),
     "attend_captured": SHARED,
+    # keys rounded where there are several rows
+    "gated_delta": Change(
+        "gated_delta",
+        "b_v -= tl.sum(b_s * b_k[:, None], 0)",
+        f"b_v -= tl.sum(b_s * tl.where(n > 1, {ROUNDED.format('b_k')}, b_k)[:, None], 0)",
+    ),
     "attend_quantized": Change(
         "attend_quantized", "tl.maximum(base, tl.max(score, 1) - ABOVE)", "tl.maximum(base, tl.max(score) - ABOVE)"
     ),

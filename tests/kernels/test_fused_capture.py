@@ -32,7 +32,8 @@ from tests.fake_graphs import FakeGraphs
 pytest.importorskip("triton")
 import_module("tests.kernels.interpreted")  # before what is fused
 OPS = ("attend_invariant", "append_kv", "argmax")
-FUSED = {name: import_module(f"kvcli.kernels.{name}.fused") for name in OPS}
+FUSED = {name: import_module(f"kvcli.kernels.{name}.fused") for name in (*OPS, "rms_norm")}
+delta = import_module("kvcli.kernels.gated_delta.fused")
 
 SINGLE = {"num_hidden_layers": 1, "vocab_size": 61}
 
@@ -57,6 +58,22 @@ def test_fused_kernels_drop_in(family: str, monkeypatch: pytest.MonkeyPatch) -> 
     asked = [opaque(monkeypatch, graphs, FUSED[name], name) for name in OPS]
     assert written(lm, Off(), 6) == want
     assert written(lm, Bush([*families.prompt(30, vocab=61), *want], 61, 60), 6) == want
+    assert all(calls() for calls in asked)
+    assert (dict(captured_passes(lm).eager), captured_passes(lm).why) == ({}, "")
+
+
+def test_fused_kernels_run_recurrent_layers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A gated delta net between layers of attention: outputs by the kernel, and the state by it once more."""
+    few = {"num_hidden_layers": 2, "layer_types": ["linear_attention", "full_attention"], "vocab_size": 61}
+    want = written(make.model("qwen3_5_text", torch.float16, **few), Off(), 6)
+    monkeypatch.setattr(triton_support, "why_not", lambda device, dtype: "")
+    lm, graphs = make.model("qwen3_5_text", torch.float16, **few), FakeGraphs()
+    assert lm.recurrent_layers.are_by_row
+    lm.remembers[CapturedPasses] = CapturedPasses(graphs)
+    for name in (*OPS, "rms_norm"):
+        opaque(monkeypatch, graphs, FUSED[name], name)
+    asked = [opaque(monkeypatch, graphs, delta, name) for name in ("gated_delta", "advance_", "causal_conv")]
+    assert written(lm, Bush([*families.prompt(30, vocab=61), *want], 61, 60, width=1), 6) == want
     assert all(calls() for calls in asked)
     assert (dict(captured_passes(lm).eager), captured_passes(lm).why) == ({}, "")
 

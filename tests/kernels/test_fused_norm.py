@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from transformers.models.gemma.modeling_gemma import GemmaRMSNorm
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 from transformers.models.olmo2.modeling_olmo2 import Olmo2RMSNorm
+from transformers.models.qwen3_5.modeling_qwen3_5 import Qwen3_5RMSNormGated
 
 from kvcli.kernels import triton_support
 from kvcli.kernels.rms_norm import FORMS, RMS, FusedNorm, norm_, reference
@@ -85,3 +86,23 @@ def test_rows_of_another_type_go_the_own_way(served: None):
     assert norm_(root) == 1
     assert root(torch.ones(2, 131)).dtype == torch.float32
     assert norm_(nn.Sequential(LlamaRMSNorm(5, 1e-6))) == 0
+
+
+class SigmoidGated(Qwen3_5RMSNormGated):
+    """Another function of the gate."""
+
+    def forward(self, hidden_states: Tensor, gate: Tensor) -> Tensor:
+        return super().forward(hidden_states, torch.ones_like(gate)) * gate.sigmoid()
+
+
+@pytest.mark.parametrize("dtype", TYPES, ids=str)
+def test_the_norm_of_a_recurrent_layer_takes_its_gate(dtype: torch.dtype, served: None):
+    root = nn.Sequential(Qwen3_5RMSNormGated(131, eps=1e-6), SigmoidGated(131, eps=1e-6)).to(dtype)
+    (x, weight), gate = rows(33, 131, dtype), rows(33, 131, dtype)[0].flip(0)
+    root[0].weight.data = weight
+    want = root[0](x, gate)
+    assert norm_(root) == 1
+    found = root[0](x, gate)
+    assert isinstance(vars(root[0])["forward"], FusedNorm)
+    torch.testing.assert_close(found, want, rtol=2 * torch.finfo(dtype).eps, atol=0)
+    assert all(torch.equal(root[0](x[i : i + 1], gate[i : i + 1])[0], found[i]) for i in (0, 7, 32))

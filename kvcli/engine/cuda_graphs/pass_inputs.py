@@ -31,7 +31,7 @@ class PassShape:
     queries: bool  # queries are recorded
     shows: bool  # hidden states are recorded
     width: int  # size of the given hidden states; 0 = the embedded tokens are the input
-    has_states: bool  # rows update recurrent states, which cannot be cropped
+    has_states: bool = False  # rows update recurrent states, which cannot be cropped
 
     def sizes(self) -> list[int]:
         """Return the size of each input of `PassInputs`."""
