@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
 from kvcli.engine.cuda_graphs.captured_passes import CapturedPasses
 from kvcli.engine.engine import Engine, run_to_end
@@ -162,8 +163,11 @@ def test_faults_show(fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
     want = list(truth(name))
     own = recurrent_layers.SequenceSlice.advance_
     if fault == "rows":
-        patched: Any = lambda part, count: own(part, torch.where(count > 0, part.folding.n_rows, count))
-        monkeypatch.setattr(recurrent_layers.SequenceSlice, "advance_", patched)
+
+        def all_rows(part: Any, count: Tensor) -> None:
+            own(part, torch.where(count > 0, part.folding.n_rows, count))
+
+        monkeypatch.setattr(recurrent_layers.SequenceSlice, "advance_", all_rows)
     elif fault == "count":
         monkeypatch.setattr(recurrent_layers.SequenceSlice, "advance_", lambda part, count: own(part, count * 0))
     else:
@@ -195,7 +199,9 @@ def test_bytes_on_the_device_are_reported_and_freed_with_the_sequence() -> None:
     states, like = text.states, sum(t.nbytes for _, t in text.states._like.tensors)
     marks = len({mark.at for mark in states._marks})
     written(text, 6)
-    assert sum(use.nbytes for use in states.usage()) == like * (marks + 1)  # one at its address, no other but checkpoints
+    assert sum(use.nbytes for use in states.usage()) == like * (
+        marks + 1
+    )  # one at its address, no other but checkpoints
     assert isinstance(states.on_device(), DeviceStates)
     now = states.now
     assert now is states.now  # copied once

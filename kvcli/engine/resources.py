@@ -228,7 +228,8 @@ def captured_bytes(shape: Shape, sizes: Sequence[int], *, slots: int, number: in
     def one(n: int) -> int:
         layer = max(_inner(shape, n, number), _attention(shape, n, number)) + _parts(shape, n, slots)
         drawn = (number if draws else number + DRAWN) * n * shape.vocab
-        return new_kv_bytes(shape, n, kv_number) + max(layer, drawn)
+        recurrent = shape.folds.layers * shape.folds.taped * n * number
+        return new_kv_bytes(shape, n, kv_number) + recurrent + max(layer, drawn)
 
     return sum(map(one, sizes))
 

@@ -266,7 +266,8 @@ class PlannedRun:
         profile, lower = self.profile, (TIERS - {"caps"}) | {"selects"}
         is_whole = not lower & profile.effects.keys() and not profile.is_checked
         is_allowed = profile.load.graphs == "auto" and profile.load.layers_on_gpu == "auto"
-        return self.is_fused and not self.shape.folds.layers and is_whole and is_allowed
+        folds = self.shape.folds
+        return self.is_fused and (folds.is_by_row or not folds.layers) and is_whole and is_allowed
 
     @property
     def always(self) -> int:

@@ -94,7 +94,10 @@ class StateUpdate:
         the rows are not read: a captured pass that has not run has no numbers in them."""
         for key, x in self._conv.items():
             state = self.before.conv[key]
-            history, at = torch.cat([state, x[..., state.shape[-1] :]], -1), torch.arange(state.shape[-1], device=x.device)
+            history, at = (
+                torch.cat([state, x[..., state.shape[-1] :]], -1),
+                torch.arange(state.shape[-1], device=x.device),
+            )
             torch.index_select(history, -1, count + at, out=state)
 
     def known(self, n: int, rec: Mapping[Key, Tensor]) -> StateCheckpoint:

@@ -29,6 +29,7 @@ class RecurrentShapes:
     history: int = 0  # stored inputs of a convolution, in the model's dtype
     state: int = 0  # recurrent state, in float32
     taped: int = 0  # inputs and outputs of linear layers recorded for a row that may be rejected, in the model's dtype
+    is_by_row: bool = False  # a kernel computes them row by row, so that a GPU captures passes
 
     def nbytes(self, number: int) -> int:
         """Bytes of one recurrent state, summed over layers."""
@@ -61,26 +62,26 @@ def folds_of(config: Mapping[str, Any], kinds: Sequence[str], hidden: int, name:
     return RecurrentShapes(n, *_one(config, hidden, name)) if n else NONE
 
 
-def _one(config: Mapping[str, Any], hidden: int, name: str) -> tuple[int, int, int]:
+def _one(config: Mapping[str, Any], hidden: int, name: str) -> tuple[int, int, int, bool]:
     def of(*keys: str) -> int:
         """Return the number under the first key that the config has; 0 if it has none."""
         return next((count(config[key], key, name, 0) for key in keys if config.get(key) is not None), 0)
 
     around = 2 * hidden  # input of the block and output of its last linear layer
     if taps := of("conv_L_cache"):  # a short convolution without other state
-        return hidden * taps, 0, around + 3 * hidden
+        return hidden * taps, 0, around + 3 * hidden, True
     taps = of("linear_conv_kernel_dim")
     if heads := of("linear_num_value_heads"):  # gated delta net
         dim = of("linear_value_head_dim")
         inputs = 2 * of("linear_num_key_heads") * of("linear_key_head_dim") + heads * dim
-        return inputs * taps, heads * of("linear_key_head_dim") * dim, around + inputs + heads * (dim + 2)
+        return inputs * taps, heads * of("linear_key_head_dim") * dim, around + inputs + heads * (dim + 2), True
     if heads := of("linear_num_heads"):  # Kimi's
         dim = of("linear_head_dim")
-        return 3 * heads * dim * taps, heads * dim * dim, around + 5 * heads * dim + heads
+        return 3 * heads * dim * taps, heads * dim * dim, around + 5 * heads * dim + heads, False
     heads, dim = of("mamba_n_heads", "mamba_num_heads"), of("mamba_d_head", "mamba_head_dim")
     groups, size = of("mamba_n_groups", "n_groups"), of("mamba_d_state", "ssm_state_size")
     inputs = heads * dim + 2 * groups * size
-    return inputs * of("mamba_d_conv", "conv_kernel"), heads * dim * size, around + inputs + heads * (dim + 1)
+    return inputs * of("mamba_d_conv", "conv_kernel"), heads * dim * size, around + inputs + heads * (dim + 1), False
 
 
 # KV sizes per token of each layer, from the config. A loaded model reports the same sizes (engine/hf/model_probe.py).

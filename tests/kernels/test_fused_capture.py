@@ -26,7 +26,7 @@ from kvcli.methods.drafts.lookahead import Lookahead
 from kvcli.methods.drafts.off import Off
 from kvcli.methods.drafts.self_draft import SelfDraft
 from tests import families, make
-from tests.drafters import Bush
+from tests.drafters import Bush, Moody
 from tests.fake_graphs import FakeGraphs
 
 pytest.importorskip("triton")
@@ -73,7 +73,7 @@ def test_fused_kernels_run_recurrent_layers(monkeypatch: pytest.MonkeyPatch) -> 
     for name in (*OPS, "rms_norm"):
         opaque(monkeypatch, graphs, FUSED[name], name)
     asked = [opaque(monkeypatch, graphs, delta, name) for name in ("gated_delta", "advance_", "causal_conv")]
-    assert written(lm, Bush([*families.prompt(30, vocab=61), *want], 61, 60, width=1), 6) == want
+    assert written(lm, Moody([*families.prompt(30, vocab=61), *want], 61, 60), 6) == want
     assert all(calls() for calls in asked)
     assert (dict(captured_passes(lm).eager), captured_passes(lm).why) == ({}, "")
 
