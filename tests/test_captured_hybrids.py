@@ -1,4 +1,4 @@
-"""Captured passes of models with recurrent layers, on a device that records (fake_graphs.py): the text and the states of
+"""Captured passes of models with recurrent layers, on a device that records (fake_graphs.py): the text and states of
 single operations, whatever is accepted, taken back or lost."""
 
 from __future__ import annotations
@@ -126,9 +126,10 @@ def test_a_pass_that_fails_before_its_commit_costs_the_tokens_since_a_checkpoint
     want, graphs = list(truth(name)), FakeGraphs()
     text = read(session(name, graphs), prompt(PROMPT))
     written(text, 5)
-    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+    with monkeypatch.context() as patch:
         patch.setattr(GenerationSession, "_commit", _interrupted)
-        run_to_end(text.step(most=3))
+        with pytest.raises(KeyboardInterrupt):
+            run_to_end(text.step(most=3))
     ids = text.ids[: PROMPT + 5]
     kept = text.resume(ids)
     assert kept == text.states.at < len(ids) - 1

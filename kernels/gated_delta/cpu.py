@@ -1,5 +1,5 @@
-"""Gated delta rule on a CPU, and the convolution before it, for numbers in bf16 or float32. Results differ from those of
-the reference in the order of summation, and in the last bit of e^x."""
+"""Gated delta rule and the convolution before it on a CPU, in bf16 or float32. Results differ from the reference's in the
+order of summation, and in the last bit of e^x."""
 
 from __future__ import annotations
 

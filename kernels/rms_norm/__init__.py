@@ -102,8 +102,7 @@ class NativeNorm:
 
 
 class FusedNorm:
-    """Forward of one norm on a GPU. With a gate, as recurrent layers have it, what is normed is multiplied by the SiLU of
-    the gate in float32."""
+    """Forward of one norm on a GPU, perhaps with a gate, as in recurrent layers: by its SiLU the result is multiplied."""
 
     def __init__(self, norm: RMS, own: Callable[[Tensor], Tensor]) -> None:
         self.weight, self.norm, self._own = norm.weight, norm, WeakMethod(own)

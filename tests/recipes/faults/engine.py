@@ -134,6 +134,20 @@ FAULTS = [
         "tl.sum(b_x * b_x, 0) / H",
         "tests/kernels/test_fused_norm.py::test_forms_round_where_the_reference_does",
     ),
+    Fault(
+        "T11",
+        "kernels/gated_delta/fused.py",
+        "b_v -= tl.sum(b_s * b_k[:, None], 0)",
+        "b_v -= tl.sum(b_s * b_q[:, None], 0)",
+        "tests/kernels/test_fused_delta.py::test_numbers_are_those_of_float64",
+    ),
+    Fault(
+        "E17",
+        "kvcli/kv/recurrent_state.py",
+        "torch.index_select(history, -1, count + at, out=state)",
+        "torch.index_select(history, -1, count * 0 + at, out=state)",
+        "tests/test_captured_hybrids.py::test_text_and_states_are_those_of_single_operations",
+    ),
     # the engine
     Fault(
         "E1",
