@@ -1,5 +1,5 @@
-"""Gated delta rule and the convolution before it on a CPU, in bf16 or float32. Results differ from the reference's in the
-order of summation, and in the last bit of e^x."""
+"""Gated delta rule and the convolution before it on a CPU, in bf16 or float32. Sums have another order than in the
+reference, and e^x may differ in its last bit."""
 
 from __future__ import annotations
 

@@ -49,7 +49,7 @@ def _launch(
     q, k, v = (t if t.stride(2) == 1 and t.stride(1) == t.shape[2] else t.contiguous() for t in rows[:3])
     g, beta = (t.contiguous() for t in rows[3:])
     heads, dk, dv = before.shape
-    count, by_count = (g, False) if count is None else (count, True)
+    count, by_count = (before, False) if count is None else (count, True)
     gated_delta_kernel[(heads, triton.cdiv(dv, COLUMNS))](
         *(q, k, v, g, beta, before, behind, out, count.view(torch.int32)),
         *(len(v), int(by_count), int(writes_state), int(writes_out), q.stride(0), k.stride(0), v.stride(0)),

@@ -44,8 +44,8 @@ def advance_(
 ) -> None:
     """Update a state in place by the first `count` [1] rows; a row with neither decay nor beta leaves it as it is."""
     counts = torch.arange(len(v), device=v.device) < count
-    rows = [torch.where(counts.view(-1, *[1] * (t.dim() - 1)), t, 0) for t in (q, k, v, g, beta)]
-    state.copy_(gated_delta(*rows, state, is_normed=is_normed)[1])
+    q, k, v, g, beta = (torch.where(counts.view(-1, *[1] * (t.dim() - 1)), t, 0) for t in (q, k, v, g, beta))
+    state.copy_(gated_delta(q, k, v, g, beta, state, is_normed=is_normed)[1])
 
 
 def causal_conv(x: Tensor, w: Tensor, bias: Tensor | None, n: int, has_silu: bool) -> Tensor:

@@ -102,9 +102,9 @@ class NativeNorm:
 
 
 class FusedNorm:
-    """Forward of one norm on a GPU, perhaps with a gate, as in recurrent layers: by its SiLU the result is multiplied."""
+    """Forward of one norm on a GPU. With a gate, as in recurrent layers, the result is multiplied by its SiLU."""
 
-    def __init__(self, norm: RMS, own: Callable[[Tensor], Tensor]) -> None:
+    def __init__(self, norm: RMS, own: Callable[..., Tensor]) -> None:
         self.weight, self.norm, self._own = norm.weight, norm, WeakMethod(own)
         self.kind = (norm.form, norm.eps, norm.weight.shape, norm.weight.dtype)
 

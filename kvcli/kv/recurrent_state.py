@@ -150,7 +150,8 @@ class RecurrentStates(Companion):
         """`like`: shapes and data types of the model's states. `most`: number of checkpoints, sparser further back."""
         self._like, self._most, self._marks = like, most, list[StateCheckpoint]()  # checkpoints sorted by length
         # the state; of that on the device, which is ahead of any checkpoint, only its length
-        self._now, self._is_ahead, self._device = NOTHING, False, None
+        self._now, self._is_ahead = NOTHING, False
+        self._device: DeviceStates | None = None
 
     def __deepcopy__(self, memo: object) -> RecurrentStates:
         found = RecurrentStates(self._like, self._most)

@@ -142,7 +142,7 @@ FAULTS = [
         "tests/kernels/test_fused_delta.py::test_numbers_are_those_of_float64",
     ),
     Fault(
-        "E17",
+        "E20",
         "kvcli/kv/recurrent_state.py",
         "torch.index_select(history, -1, count + at, out=state)",
         "torch.index_select(history, -1, count * 0 + at, out=state)",
