@@ -519,7 +519,9 @@ def test_fit_knows_the_sizes_before_a_weight_is_read(name: str):
     tape += sum(t.nbytes for behind in part.behind.values() for t in behind.args[0])  # type: ignore[attr-defined]
     tape = tape or sum(t.nbytes for t in part.folding._conv.values())  # of convolutions alone, which are not replayed
     told = 5 * lm.dtype.itemsize * shape.folds.layers * shape.folds.taped
-    assert tape <= told <= 2.5 * tape * (2 if lm.recurrent_layers.are_by_row else 1)  # it does not know what computes them
+    assert (
+        tape <= told <= 2.5 * tape * (2 if lm.recurrent_layers.are_by_row else 1)
+    )  # it does not know what computes them
 
 
 def test_layers_that_a_config_lists_and_does_not_count_are_counted(tmp_path: Path):

@@ -57,8 +57,8 @@ ONLY = {
 # Raised by 1,237: kernels of joined launches and experts, weights in host memory, every pass captured; the store fell.
 # Raised by 646: GGUF blocks stay quantized on a GPU, and products of 16-bit integers with AVX2; draft tokens that the
 # device hands on; memory of drafts; a benchmark of servers; Bregman top-k.
-# Raised by NNN: recurrences and convolutions by rows on a GPU, and their states in captured passes.
-MOST_LINES = 81_572
+# Raised by 344: recurrences and convolutions by rows on a GPU, and their states in captured passes.
+MOST_LINES = 81_916
 
 
 def _module(path: Path) -> str:

@@ -93,12 +93,9 @@ class StateUpdate:
         """Update the convolution states before these rows in place, by the first `count` [1] rows. With a count of 0
         the rows are not read: a captured pass that has not run has no numbers in them."""
         for key, x in self._conv.items():
-            state = self.before.conv[key]
-            history, at = (
-                torch.cat([state, x[..., state.shape[-1] :]], -1),
-                torch.arange(state.shape[-1], device=x.device),
-            )
-            torch.index_select(history, -1, count + at, out=state)
+            width = (state := self.before.conv[key]).shape[-1]
+            history = torch.cat([state, x[..., width:]], -1)
+            torch.index_select(history, -1, count + torch.arange(width, device=x.device), out=state)
 
     def known(self, n: int, rec: Mapping[Key, Tensor]) -> StateCheckpoint:
         """Return the state after the first n rows, with recurrent states `rec`."""

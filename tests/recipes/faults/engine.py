@@ -144,8 +144,8 @@ FAULTS = [
     Fault(
         "E20",
         "kvcli/kv/recurrent_state.py",
-        "torch.index_select(history, -1, count + at, out=state)",
-        "torch.index_select(history, -1, count * 0 + at, out=state)",
+        "torch.index_select(history, -1, count + torch",
+        "torch.index_select(history, -1, count * 0 + torch",
         "tests/test_captured_hybrids.py::test_text_and_states_are_those_of_single_operations",
     ),
     # the engine
