@@ -10,7 +10,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 
-from kvcli.models.refusals import is_assistant
+from kvcli.models.refusals import head_method
 from kvcli.models.source import Source, read_json
 
 _LAYER = re.compile(r"(?:^|\.)layers\.(\d{1,9})\.")
@@ -91,5 +91,7 @@ def assistant_for(found: Source, here: Mapping[str, Source]) -> str:
             one.text_config.get("vocab_size"),
         )
 
-    able = {name: one for name, one in here.items() if is_assistant(one.config) and sizes_of(one) == sizes}
+    able = {
+        name: one for name, one in here.items() if head_method(one.config) == "assistant" and sizes_of(one) == sizes
+    }
     return min(able, key=lambda name: able[name].nbytes, default="")

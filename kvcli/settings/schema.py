@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from importlib import metadata
 from pathlib import Path
-from typing import Annotated, ClassVar, Literal, NamedTuple
+from typing import TYPE_CHECKING, Annotated, ClassVar, Literal, NamedTuple
 
 import tomli
+
+if TYPE_CHECKING:
+    from kvcli.engine.hf.lm import LM
+    from kvcli.models.source import Source
 
 # Registry of methods by table and name: entry points of the group `kvcli.methods`, of kvcli and of other packages.
 #
@@ -271,7 +275,8 @@ class DraftModelRef:
 
     model: str  # model id, folder or name, as after -m
     quant: Quant  # precision of its weights
-    is_assistant: bool = False  # True for an assistant of the target model, which reads the KV cache of that model
+    head: str = ""  # the `spec.method` whose draft head it is (refusals.head_method); "" = a complete model
+    load: Callable[[LM, Source, Load], LM] | None = None  # loads that head for the target model
 
 
 @dataclass(frozen=True)
