@@ -8,13 +8,9 @@ from dataclasses import dataclass
 from functools import cache
 from importlib import metadata
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, ClassVar, Literal, NamedTuple
+from typing import Annotated, Any, ClassVar, Literal, NamedTuple
 
 import tomli
-
-if TYPE_CHECKING:
-    from kvcli.engine.hf.lm import LM
-    from kvcli.models.source import Source
 
 # Registry of methods by table and name: entry points of the group `kvcli.methods`, of kvcli and of other packages.
 #
@@ -276,7 +272,7 @@ class DraftModelRef:
     model: str  # model id, folder or name, as after -m
     quant: Quant  # precision of its weights
     head: str = ""  # the `spec.method` whose draft head it is (refusals.head_method); "" = a complete model
-    load: Callable[[LM, Source, Load], LM] | None = None  # loads that head for the target model
+    load: Callable[..., Any] | None = None  # loads that head: target model, its files and `Load` settings -> LM
 
 
 @dataclass(frozen=True)

@@ -31,7 +31,7 @@ from kvcli.models.source import Source
 from kvcli.settings.schema import Load
 
 
-class Layer(nn.Module):
+class EagleLayer(nn.Module):
     """The decoder layer: attention reads the normed token and the normed hidden state side by side."""
 
     def __init__(self, config: Any) -> None:
@@ -52,7 +52,7 @@ class Layer(nn.Module):
         return after
 
 
-class Output(nn.Module):
+class EagleOutput(nn.Module):
     """Norm and output layer. Its input is the state that the next draft token continues from, so that is recorded."""
 
     def __init__(self, config: Any) -> None:
@@ -79,7 +79,7 @@ class Eagle3(PreTrainedModel):  # type: ignore[misc]
         """`width`: of the target model's hidden states; `embeds`: its embedding table, None = the head has its own."""
         super().__init__(config)
         self.fc = nn.Linear(3 * width, config.hidden_size, bias=False)
-        self.midlayer, self.says = Layer(config), Output(config)
+        self.midlayer, self.says = EagleLayer(config), EagleOutput(config)
         self.__dict__["embeds"] = embeds  # not a submodule: neither moved nor counted with it
         if embeds is None:
             self.embeds = nn.Embedding(config.vocab_size, config.hidden_size)
