@@ -28,7 +28,7 @@ RANK = {name: rank for rank, name in enumerate(FOLDERS)}
 
 # Heavy packages, and the only places that may import them, late or not.
 ONLY = {
-    "transformers": {"bench", "chat", "engine", "models"},
+    "transformers": {"bench", "chat", "engine", "methods", "models"},  # methods: the layers of a draft head
     "torch": {
         "bench",
         "assemble",

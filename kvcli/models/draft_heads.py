@@ -1,7 +1,7 @@
 """Drafting layers and heads that come with a model, in its files or in separate files. Standard library only.
 
 MTP layers (engine/drafting/mtp.py) and Gemma 4's assistants (engine/drafting/gemma4_assistant.py, separate files) are
-used for drafting. Other heads need hidden states of several layers, which no drafter gets. An early exit has no weights
+used for drafting, and EAGLE-3 heads (methods/drafts/eagle3_head.py) if the user names one. An early exit has no weights
 of its own.
 """
 

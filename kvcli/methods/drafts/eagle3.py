@@ -30,7 +30,7 @@ def _load(target: LM, source: Source, wants: Load) -> LM:
 
 @dataclass(frozen=True)
 class Eagle3Draft(ModelDraftSettings):
-    """EAGLE-3 (Li et al., 2025, arXiv 2503.01840): drafts by a head trained for this model, and copies. Not measured here."""
+    """EAGLE-3 (Li et al., 2025, arXiv 2503.01840): drafts by a head trained for the model. Not measured here."""
 
     model: str = ""  # EAGLE-3 head: id or folder
     depth: Annotated[int, Range(1, 64)] = 4  # draft tokens in a row, at most
@@ -66,7 +66,5 @@ class Eagle3Draft(ModelDraftSettings):
         assert pair is not None, "a drafter needs a model pair"
         lm, head = pair.target, pair.draft
         share = head.info.weight_bytes / lm.info.weight_bytes
-        chain = ModelDraft(
-            Eagle3Head(lm, head), depth=self.depth, vocab=lm.vocab, share=share, ends=ends, name="eagle3"
-        )
+        chain = ModelDraft(Eagle3Head(lm, head), lm, depth=self.depth, share=share, ends=ends, name="eagle3")
         return self.mixer(chain, PromptLookup(self.min_match, self.max_match))
