@@ -118,23 +118,19 @@ def load_draft_model(
     given = find(wanted.model)
     found = convert.convert_if_needed(given, wants.dtype, cache, keeps_on=keeps_quantized(wants, given), tell=tell)
     if (kind := head_method(found.config)) != wanted.head:
-        raise _of_another_method(wanted, kind)
+        what = {"": "a complete model", "eagle3": "an EAGLE-3 head"}.get(kind, "an assistant")
+        kind = kind or "model"
+        raise BadModel(
+            f"{wanted.model} is {what}, which drafts with spec.method = {kind}",
+            code="draft_head",
+            try_=[f"--set spec.method={kind} --set spec.model={wanted.model}, instead of --draft", "--spec ngram"],
+        )
     if untrusted == load and (str(found.path), found.revision) == (target.info.path, target.info.revision):
         return ModelPair(target, target)
     if wanted.load is not None:
         return ModelPair(target, wanted.load(target, found, wants))
     respelled = spelling(words, load_tokenizer(found, wants.trust_remote_code))
     return ModelPair(target, open_lm(found, **asdict(wants)), respelled)
-
-
-def _of_another_method(wanted: DraftModelRef, kind: str) -> BadModel:
-    what = {"": "a complete model", "assistant": "an assistant", "eagle3": "an EAGLE-3 head"}[kind]
-    kind = kind or "model"
-    return BadModel(
-        f"{wanted.model} is {what}, which drafts with spec.method = {kind}",
-        code="draft_head",
-        try_=[f"--set spec.method={kind} --set spec.model={wanted.model}, instead of --draft", "--spec ngram"],
-    )
 
 
 def load(

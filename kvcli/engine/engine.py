@@ -89,15 +89,8 @@ def _run(lm: LM, requests: Sequence[ForwardRequest]) -> Iterator[ForwardResult]:
     if lm.is_on_accelerator:
         fetch(backs)
     for i, (p, rows, back, left) in enumerate(zip(passes, each, backs, gave, strict=True)):
-        yield ForwardResult(
-            rows,
-            back.drawn,
-            back.hook_output,
-            p.fresh,
-            p.queries,
-            states_of(p.shows, way.shows, left),
-            fold=way.cache_shim.advance_state(i),
-        )
+        of = p.fresh, p.queries, states_of(p.shows, way.shows, left)
+        yield ForwardResult(rows, back.drawn, back.hook_output, *of, fold=way.cache_shim.advance_state(i))
 
 
 def release(lm: LM) -> None:

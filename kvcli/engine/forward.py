@@ -179,10 +179,8 @@ def run_layers(
 
 def _recorded(way: RunningPass, want: Any) -> Tensor | None:
     """Return the recorded hidden states of the wanted rows [n, K E], of K layers; None = none are recorded."""
-    every = (
-        way.hidden_states[layer] if layer < 0 or want is None else way.hidden_states[layer][want] for layer in way.shows
-    )
-    return torch.cat([*every], 1) if way.shows else None
+    every = ((layer, way.hidden_states[layer]) for layer in way.shows)
+    return torch.cat([x if at < 0 or want is None else x[want] for at, x in every], 1) if way.shows else None
 
 
 def states_of(request_layers: Sequence[int], layers: Sequence[int], hidden: Tensor | None) -> Tensor | None:

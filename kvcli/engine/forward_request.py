@@ -242,7 +242,7 @@ class ForwardRequest:
     only_kv: bool = False  # the pass ends once it has the keys and values of the last of these layers
     record_hidden_states: tuple[
         int, ...
-    ] = ()  # layers whose inputs are returned of each wanted row; -1 = the output layer
+    ] = ()  # layers whose inputs are returned, of wanted rows; -1 = the output layer
     # its first choice after its first row is the token of the only row, which the host has not read: `rows` has -1
     follows: ForwardResult | None = None
 

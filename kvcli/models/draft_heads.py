@@ -82,16 +82,15 @@ def _is_built(source: Source) -> bool:
 def assistant_for(found: Source, here: Mapping[str, Source]) -> str:
     """Name of the smallest of these models that, by its config, may be this model's assistant; "" if none is."""
     of = found.text_config
-    sizes = of.get("model_type"), of.get("hidden_size"), of.get("vocab_size")
+    sizes = "assistant", of.get("model_type"), of.get("hidden_size"), of.get("vocab_size")
 
     def sizes_of(one: Source) -> tuple[object, ...]:
         return (
+            head_method(one.config),
             one.text_config.get("model_type"),
             one.config.get("backbone_hidden_size"),
             one.text_config.get("vocab_size"),
         )
 
-    able = {
-        name: one for name, one in here.items() if head_method(one.config) == "assistant" and sizes_of(one) == sizes
-    }
+    able = {name: one for name, one in here.items() if sizes_of(one) == sizes}
     return min(able, key=lambda name: able[name].nbytes, default="")
