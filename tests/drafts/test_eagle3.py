@@ -183,6 +183,10 @@ def test_a_head_that_does_not_fit_is_refused_by_what_differs() -> None:
     assert "midlayer.self_attn.q_norm.weight" in refused(lm, {"midlayer.self_attn.q_norm.weight": torch.ones(8)})
     assert "d2t does not name rising" in refused(lm, {"d2t": tensors["d2t"].flip(0)})
     assert "d2t does not name rising" in refused(lm, {"d2t": tensors["d2t"] + 20})
+    assert "d2t does not name rising" in refused(lm, {"d2t": tensors["d2t"][:5]})
+    assert "says.lm_head.weight: missing" in refused(lm, {"lm_head.weight": None})
+    few = {"eagle_aux_hidden_state_layer_ids": [0, "1"]}
+    assert "it reads the layers (1,), and the model has 3" in refused(lm, {}, eagle_config=few)
     stated = {"eagle_aux_hidden_state_layer_ids": [0, 1, 2]}
     assert "it reads the layers (1, 2, 3), and the model has 3" in refused(lm, {}, eagle_config=stated)
     config.eagle_config = None

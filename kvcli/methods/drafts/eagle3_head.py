@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from functools import partial
 from itertools import chain
 from typing import Any
 
@@ -26,7 +27,8 @@ from kvcli.engine.hf.lm import LM
 from kvcli.engine.hf.model_probe import quiet
 from kvcli.engine.loading.open_lm import capture_like, install_kernels, wrap_lm
 from kvcli.errors import BadModel
-from kvcli.models.family import read_config
+from kvcli.models.family import read_config, unreadable
+from kvcli.models.refusals import blame_files
 from kvcli.models.source import Source
 from kvcli.settings.schema import Load
 
@@ -137,7 +139,7 @@ class Eagle3Head(MtpHead):
 
 def load(target: LM, source: Source, wants: Load) -> LM:
     """Load a head on the device of `target`. Raises BadModel if it was made for another model, or is not complete."""
-    with quiet():
+    with quiet(), blame_files(partial(unreadable, source, "it is no readable EAGLE-3 head")):
         config = read_config(source, trust_remote_code=False)
         tensors = chain.from_iterable(load_file(file.path).items() for file in source.files)
         return wrap_head(target, config, dict(tensors), id=source.id, path=str(source.path))
@@ -148,9 +150,13 @@ def wrap_head(target: LM, config: Any, tensors: dict[str, Tensor], **about: Any)
     tensors, n = {_ours(name): t for name, t in tensors.items()}, len(target.layers or ())
     shifts, knows = tensors.pop("d2t", None), tensors.pop("t2d", None)
     config.draft_vocab_size = len(tensors.get("says.lm_head.weight", ()))
-    ids = torch.arange(config.draft_vocab_size) + (0 if shifts is None else shifts)
-    stated = (getattr(config, "eagle_config", None) or {}).get("eagle_aux_hidden_state_layer_ids")
-    layers = tuple(i + 1 for i in stated) if stated else (2, n // 2, n - 3)  # stated as SGLang does, by output
+    places = torch.arange(config.draft_vocab_size)
+    ids = places if shifts is None else (shifts + places if shifts.shape == places.shape else places[:0]).long()
+    stated = getattr(config, "eagle_config", None)
+    stated = stated.get("eagle_aux_hidden_state_layer_ids") if isinstance(stated, dict) else None
+    # stated as SGLang does, by output
+    layers = tuple(i + 1 for i in stated if type(i) is int) if isinstance(stated, list) else (2, n // 2, n - 3)
+    is_rising = len(ids) > 0 and bool((ids.diff() > 0).all()) and int(ids[0]) >= 0 and int(ids[-1]) < target.vocab
     with torch.device("meta"):
         embeds = None if "embeds.weight" in tensors else target.model.get_input_embeddings()
         model = Eagle3(config, target.model.config.get_text_config().hidden_size, embeds)
@@ -164,10 +170,9 @@ def wrap_head(target: LM, config: Any, tensors: dict[str, Tensor], **about: Any)
         f"its vocabulary has {config.vocab_size:,} tokens, that of the model {target.vocab:,}": (
             target.vocab == config.vocab_size == (config.vocab_size if knows is None else len(knows))
         ),
-        f"it reads the layers {layers}, and the model has {n}": {*layers} <= {*range(n)},
+        f"it reads the layers {layers}, and the model has {n}": len(layers) == 3 and {*layers} <= {*range(n)},
         "the layers of the model are on two devices": not target.is_split,
-        "d2t does not name rising token ids": bool((ids.diff() > 0).all())
-        and {*ids[[0, -1]].tolist()} <= {*range(target.vocab)},
+        "d2t does not name rising token ids": is_rising,
     }
     if misfits := [*misfits, *(why for why, fits in checks.items() if not fits)]:
         raise BadModel(
