@@ -128,7 +128,7 @@ def refuse_across_ranks(lm: LM, profile: Profile) -> None:
         f"reuse.method = {profile.reuse.method}": profile.reuse.describe_reused,
         f"reasoning_steps.method = {profile.reasoning_steps.method}": profile.reasoning_steps.second is not None,
         f"spec.method = {profile.spec.method}": profile.spec.method == "mtp"
-        or (second is not None and second.is_assistant),
+        or (second is not None and second.head != ""),
     }
     if found := [name for name, applies in wrong.items() if applies and lm.ranks.n > 1]:
         raise BadConfig(

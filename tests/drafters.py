@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from itertools import pairwise
 from typing import Any
 
+import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.modeling_layers import MtpModel
 
@@ -23,9 +24,12 @@ from kvcli.engine.sequence.session import GenerationSession
 from kvcli.engine.stats import DraftReport, Step
 from kvcli.kv.slots import Usage
 from kvcli.methods.drafts.assistant import AssistantDraft
+from kvcli.methods.drafts.eagle3 import Eagle3Draft
+from kvcli.methods.drafts.eagle3_head import Eagle3, wrap_head
 from kvcli.methods.drafts.mtp import MtpDraft
 from kvcli.methods.drafts.self_draft import SelfDraft
 from tests import families
+from tests.bench import eagle3
 
 
 class Scripted:
@@ -115,7 +119,7 @@ class Itself:
 
     def __init__(self, **settings: Any) -> None:
         config = SelfDraft(adaptive=False, depth=3, copies=False, **settings)
-        self._config: SelfDraft | MtpDraft | AssistantDraft = config
+        self._config: SelfDraft | MtpDraft | AssistantDraft | Eagle3Draft = config
         self.view = config.glance()
         self._truth: Sequence[int] = ()
         self._mixer: TreeDrafter | None = None
@@ -208,6 +212,47 @@ class Assisted(Itself):
             found.model.__class__ = Told
             found.model.__dict__["truth"] = dict(pairwise(self._truth))
         return found
+
+
+class Eagled(Itself):
+    """A random EAGLE-3 head over hidden states of the session it is given to; with `truth` it is mostly right."""
+
+    def __init__(self, truth: Sequence[int] = (), **settings: Any) -> None:
+        super().__init__()
+        self._config = Eagle3Draft(**{"adaptive": False, "depth": 3, "copies": False, **settings})
+        self._truth = truth
+
+    def _prepare(self, lm: LM) -> LM:
+        found = wrap_head(lm, *eagle3_of(lm), id="head")
+        if self._truth:
+            found.model.__class__ = Hinted
+            found.model.__dict__["truth"] = self._truth
+        return found
+
+
+class Hinted(Eagle3):
+    """Knows of a text what comes next, where it has a word for it."""
+
+    def forward(self, input_ids: Any, position_ids: Any = None, logits_to_keep: Any = None, **told: Any) -> Any:
+        out = super().forward(input_ids, position_ids, logits_to_keep=logits_to_keep, **told)
+        at = position_ids[0] if logits_to_keep is None else position_ids[0, logits_to_keep]
+        for i, p in enumerate(at.tolist()):
+            if p + 1 < len(self.truth) and self.truth[p + 1] in self.words:
+                out.logits[0, i, self.words.index(self.truth[p + 1])] = 1e3
+        return out
+
+
+def eagle3_of(lm: LM, **changes: Any) -> tuple[Any, dict[str, torch.Tensor]]:
+    """Config and tensors of a random one that lacks each tenth token of this model."""
+    words = torch.tensor([token for token in range(lm.vocab) if token % 10 != 7])
+    config = {**eagle3.config_of(lm, len(words)), "intermediate_size": 64, **changes}
+    head = eagle3.Plain(config)
+    noise = torch.Generator().manual_seed(5)
+    tensors = {
+        name: torch.randn(p.shape, generator=noise) * 0.25 + (p.ndim == 1) for name, p in head.named_parameters()
+    }
+    tensors |= {"d2t": words - torch.arange(len(words)), "t2d": torch.isin(torch.arange(lm.vocab), words)}
+    return AutoConfig.for_model(**config), tensors
 
 
 class Told(Assistant):

@@ -24,7 +24,7 @@ from kvcli.chat.loaded_model import LoadedModel
 from kvcli.chat.text_session import TextSession
 from kvcli.engine.drafting.drafter import ModelPair
 from kvcli.errors import BadModel
-from kvcli.models.refusals import is_assistant, refuse_across_ranks
+from kvcli.models.refusals import head_method, refuse_across_ranks
 from kvcli.models.retokenizer import spelling
 from kvcli.models.text import tokens_with
 from kvcli.models.tokenizer import load_tokenizer
@@ -108,7 +108,6 @@ def load_draft_model(
     A model that drafts for itself is loaded once. Raises BadModel if the model cannot draft. Its code and pickle files
     are never trusted, even if those of the target are, because a profile may name the draft model.
     """
-    from kvcli.engine.drafting.gemma4_assistant import load_assistant
     from kvcli.engine.loading.open_lm import open_lm
     from kvcli.engine.loading.weights import keeps_quantized
     from kvcli.models.gguf import convert
@@ -118,24 +117,20 @@ def load_draft_model(
     wants = replace(untrusted, **fit)  # chosen to fit the target
     given = find(wanted.model)
     found = convert.convert_if_needed(given, wants.dtype, cache, keeps_on=keeps_quantized(wants, given), tell=tell)
-    if is_assistant(found.config) != wanted.is_assistant:
-        raise _of_another_method(wanted)
+    if (kind := head_method(found.config)) != wanted.head:
+        what = {"": "a complete model", "eagle3": "an EAGLE-3 head"}.get(kind, "an assistant")
+        kind = kind or "model"
+        raise BadModel(
+            f"{wanted.model} is {what}, which drafts with spec.method = {kind}",
+            code="draft_head",
+            try_=[f"--set spec.method={kind} --set spec.model={wanted.model}, instead of --draft", "--spec ngram"],
+        )
     if untrusted == load and (str(found.path), found.revision) == (target.info.path, target.info.revision):
         return ModelPair(target, target)
-    if wanted.is_assistant:
-        return ModelPair(target, load_assistant(target, found, wants))
+    if wanted.load is not None:
+        return ModelPair(target, wanted.load(target, found, wants))
     respelled = spelling(words, load_tokenizer(found, wants.trust_remote_code))
     return ModelPair(target, open_lm(found, **asdict(wants)), respelled)
-
-
-def _of_another_method(wanted: DraftModelRef) -> BadModel:
-    what, other = ("no assistant of a Gemma 4", "model") if wanted.is_assistant else ("an assistant", "assistant")
-    return BadModel(
-        f"{wanted.model} is {what}",
-        code="draft_head",
-        lines=["a complete model drafts with spec.method = model, an assistant with spec.method = assistant"],
-        try_=[f"--set spec.method={other} --set spec.model={wanted.model}, instead of --draft", "--spec ngram"],
-    )
 
 
 def load(

@@ -14,7 +14,7 @@ import torch
 
 from kvcli.engine.cuda_graphs.captured_passes import captured_passes
 from kvcli.engine.drafting.pass_timer import Company, PassTimer
-from kvcli.engine.forward import BatchedPass, ForwardPass, run_layers, state_shim
+from kvcli.engine.forward import BatchedPass, ForwardPass, run_layers, state_shim, states_of
 from kvcli.engine.forward_request import Coroutine, E, ForwardRequest, ForwardResult, Passes, T
 from kvcli.engine.prefill.prompt_pieces import PromptPieces
 from kvcli.engine.readback import Readback, fetch
@@ -61,8 +61,7 @@ def group_requests(requests: Sequence[ForwardRequest]) -> list[list[int]]:
 def _run(lm: LM, requests: Sequence[ForwardRequest]) -> Iterator[ForwardResult]:
     use_device(lm.device)
     check_stream(lm)
-    if any(request.record_hidden_states for request in requests):
-        lm.enable_hidden_states()
+    lm.enable_hidden_states({layer for request in requests for layer in request.record_hidden_states})
     if requests[0].layers is not None and lm.direct_forward is None:
         lm.check_layer_gates()
     if (captured := captured_passes(lm)) is not None and (replayed := captured.run(requests)) is not None:
@@ -90,9 +89,8 @@ def _run(lm: LM, requests: Sequence[ForwardRequest]) -> Iterator[ForwardResult]:
     if lm.is_on_accelerator:
         fetch(backs)
     for i, (p, rows, back, left) in enumerate(zip(passes, each, backs, gave, strict=True)):
-        yield ForwardResult(
-            rows, back.drawn, back.hook_output, p.fresh, p.queries, left, fold=way.cache_shim.advance_state(i)
-        )
+        of = p.fresh, p.queries, states_of(p.shows, way.shows, left)
+        yield ForwardResult(rows, back.drawn, back.hook_output, *of, fold=way.cache_shim.advance_state(i))
 
 
 def release(lm: LM) -> None:

@@ -56,7 +56,7 @@ class ForwardPass(SequencePass):
         may_expand = request.is_prompt and request.rows.tree_mask is None and not request.lm.is_row_invariant
         self.cache_shim = CacheShim(request.lm.latents, may_expand=may_expand and self._dtype is request.lm.dtype)
         self.layers = range(request.lm.n_layers) if request.layers is None else request.layers
-        self.shows = request.record_hidden_states
+        self.shows, self.hidden_states = request.record_hidden_states, {}
         self.hidden = request.hidden  # [N, E] input of the first of these layers; after the last one, its output
 
     def attend(
@@ -133,7 +133,7 @@ class BatchedPass(RunningPass):
 
     def __init__(self, passes: Sequence[SequencePass]) -> None:
         self._passes, self.cache_shim = passes, CacheShim(passes[0].cache_shim.latents)
-        self.shows = any(p.shows for p in passes)
+        self.shows, self.hidden_states = tuple({layer: 0 for p in passes for layer in p.shows}), {}
         self.layers = passes[0].layers
         each = [p.hidden for p in passes if p.hidden is not None]
         self.hidden = torch.cat(each) if each else None
@@ -167,14 +167,28 @@ def run_layers(
     way.last = -1 if at_end else _last(lm, requests, way.layers)
     try:
         if lm.direct_forward is None:
-            return call(lm.model, ids, pos, want, device=lm.entry, its_pass=way), way.hidden_states
+            return call(lm.model, ids, pos, want, device=lm.entry, its_pass=way), _recorded(way, want)
         gave = lm.direct_forward(ids, pos, want, way, way.layers, way.hidden)
         if not is_below:
-            return gave, way.hidden_states
+            return gave, _recorded(way, want)
         way.hidden = gave
     except StopForward:
         pass
     return torch.empty(0, lm.vocab, dtype=lm.dtype, device=lm.device), way.hidden if is_below else None
+
+
+def _recorded(way: RunningPass, want: Any) -> Tensor | None:
+    """Return the recorded hidden states of the wanted rows [n, K E], of K layers; None = none are recorded."""
+    every = ((layer, way.hidden_states[layer]) for layer in way.shows)
+    return torch.cat([x if at < 0 or want is None else x[want] for at, x in every], 1) if way.shows else None
+
+
+def states_of(request_layers: Sequence[int], layers: Sequence[int], hidden: Tensor | None) -> Tensor | None:
+    """Return of the hidden states [n, K E] of a pass, of these `layers`, those that one request records."""
+    if hidden is None or not request_layers or tuple(request_layers) == tuple(layers):
+        return hidden
+    each = dict(zip(layers, hidden.chunk(len(layers), 1), strict=True))
+    return torch.cat([each[layer] for layer in request_layers], 1)
 
 
 def _last(lm: LM, requests: Sequence[ForwardRequest], layers: range) -> int:

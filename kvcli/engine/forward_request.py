@@ -31,7 +31,9 @@ if TYPE_CHECKING:
 # Rows: the tokens of one forward pass, laid out as a draft tree followed by lookahead rows.
 
 
-NeededTensors = Literal["", "queries", "hidden"]  # tensors of a step's tree rows that the drafter needs
+# tensors of a step's tree rows that the drafter needs: queries, or the inputs of layers, as `record_hidden_states`
+NeededTensors = Literal["queries"] | tuple[int, ...]
+LAST_STATE = (-1,)  # the input of the output layer
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +58,7 @@ class Draft:
     ids: list[int]
     parent: list[int]
     lookahead: LookaheadRows | None = None
-    needs: NeededTensors = ""  # tensors of the tree rows to return, in `Step.queries` or `Step.hidden`
+    needs: NeededTensors = ()  # tensors of the tree rows to return, in `Step.queries` or `Step.hidden`
     ahead: int = 0  # without draft tokens: one-row passes to come, which a captured pass may start early
 
     @staticmethod
@@ -238,7 +240,9 @@ class ForwardRequest:
     # None = the embedded tokens are the input
     hidden: Tensor | None = None
     only_kv: bool = False  # the pass ends once it has the keys and values of the last of these layers
-    record_hidden_states: bool = False  # return the hidden state of each wanted row, as the output layer gets it
+    record_hidden_states: tuple[
+        int, ...
+    ] = ()  # layers whose inputs are returned, of wanted rows; -1 = the output layer
     # its first choice after its first row is the token of the only row, which the host has not read: `rows` has -1
     follows: ForwardResult | None = None
 
@@ -273,7 +277,7 @@ class ForwardResult:
     # new KV by layer, without layers that share another layer's slots; empty if there is `commit_rows`
     fresh: Mapping[int, NewKV]
     queries: Sequence[Tensor]  # per layer [H, len(record_queries), D]; empty if no queries are recorded
-    # [N, E]: output of layers that end below the last; [len(want), E]: with `record_hidden_states`
+    # [N, E]: output of layers that end below the last; [len(want), n E]: of n layers in `record_hidden_states`
     hidden: Tensor | None = None
     # commits these rows on the device; None = the host commits them
     commit_rows: Callable[[Sequence[int]], None] | None = None

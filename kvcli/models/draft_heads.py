@@ -1,7 +1,7 @@
 """Drafting layers and heads that come with a model, in its files or in separate files. Standard library only.
 
 MTP layers (engine/drafting/mtp.py) and Gemma 4's assistants (engine/drafting/gemma4_assistant.py, separate files) are
-used for drafting. Other heads need hidden states of several layers, which no drafter gets. An early exit has no weights
+used for drafting, and EAGLE-3 heads (methods/drafts/eagle3_head.py) if the user names one. An early exit has no weights
 of its own.
 """
 
@@ -10,7 +10,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 
-from kvcli.models.refusals import is_assistant
+from kvcli.models.refusals import head_method
 from kvcli.models.source import Source, read_json
 
 _LAYER = re.compile(r"(?:^|\.)layers\.(\d{1,9})\.")
@@ -82,14 +82,15 @@ def _is_built(source: Source) -> bool:
 def assistant_for(found: Source, here: Mapping[str, Source]) -> str:
     """Name of the smallest of these models that, by its config, may be this model's assistant; "" if none is."""
     of = found.text_config
-    sizes = of.get("model_type"), of.get("hidden_size"), of.get("vocab_size")
+    sizes = "assistant", of.get("model_type"), of.get("hidden_size"), of.get("vocab_size")
 
     def sizes_of(one: Source) -> tuple[object, ...]:
         return (
+            head_method(one.config),
             one.text_config.get("model_type"),
             one.config.get("backbone_hidden_size"),
             one.text_config.get("vocab_size"),
         )
 
-    able = {name: one for name, one in here.items() if is_assistant(one.config) and sizes_of(one) == sizes}
+    able = {name: one for name, one in here.items() if sizes_of(one) == sizes}
     return min(able, key=lambda name: able[name].nbytes, default="")

@@ -61,7 +61,7 @@ _SIGNS = {  # lower-case parts of architectures, types and algorithms -> kind of
     "_assistant": "an assistant that reads the KV cache of its target model",
     "mlp_speculator": "an MLP speculator",
 }
-WHY = "it needs hidden states of several layers of the target model, which kvcli gives to no drafter"
+WHY = "no drafting method of kvcli can use it"
 _ASSISTANTS = {"gemma4_assistant", "gemma4_unified_assistant"}
 _WRITES_TEXT = ("CausalLM", "ForConditionalGeneration", "LMHead", "ForImageTextToText")
 
@@ -89,14 +89,17 @@ def refuse(config: Config, name: str, *, may_assist: bool = False) -> None:
             )
 
 
-def is_assistant(config: Mapping[str, Any]) -> bool:
-    """True if `spec.method = "assistant"` can use the model."""
-    return config.get("model_type") in _ASSISTANTS
+def head_method(config: Mapping[str, Any]) -> str:
+    """Return the `spec.method` that can use this draft head; "" = it is no head, or none can."""
+    if (family := config.get("model_type")) in _ASSISTANTS:
+        return "assistant"
+    is_eagle3 = "draft_vocab_size" in config or "Eagle3" in str(config.get("architectures"))
+    return "eagle3" if family == "llama" and is_eagle3 and "speculators_config" not in config else ""
 
 
 def refuse_head(config: Mapping[str, Any], name: str, *, may_assist: bool = False) -> None:
-    """Raise BadModel for a draft head, which is no complete model. `may_assist`: allow a Gemma 4 assistant."""
-    if may_assist and is_assistant(config):
+    """Raise BadModel for a draft head, which is no complete model. `may_assist`: allow one that kvcli drafts with."""
+    if may_assist and head_method(config):
         return
     kinds = [config.get(key) for key in ("model_type", "speculators_model_type")]
     listed = config.get("architectures")
@@ -108,13 +111,13 @@ def refuse_head(config: Mapping[str, Any], name: str, *, may_assist: bool = Fals
     stated = config.get("speculators_config")
     verifier = stated.get("verifier") if isinstance(stated, dict) else None
     made_for = verifier.get("name_or_path") if isinstance(verifier, dict) else None
-    ours = is_assistant(config)
+    ours = head_method(config)
     instead = "--draft MODEL, a small model of the same family: kvcli models show MODEL lists them"
     raise BadModel(
         f"{name} is {what}; it cannot generate text alone",
         code="draft_head",
         lines=[*([] if ours else [WHY]), *([f"it was made for {str(made_for)[:80]}"] if made_for else [])],
-        try_=[f"-m MODEL --draft {name}, with the Gemma 4 that it was made for" if ours else instead, "--spec ngram"],
+        try_=[f"-m MODEL --draft {name}, with the model that it was made for" if ours else instead, "--spec ngram"],
     )
 
 

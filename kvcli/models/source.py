@@ -419,8 +419,8 @@ def find(
 
     A hub id is looked up in the local cache. It is downloaded only if `offline` is false and `tell` is given, so a
     library call without `tell` stays off the network. A name without an owner is never looked up on the hub, because it
-    is far more often a typing error than one of the few models without an owner. `may_assist`: accept a Gemma 4
-    assistant too.
+    is far more often a typing error than one of the few models without an owner. `may_assist`: accept a draft
+    head that kvcli drafts with too.
     """
     if not exists(expanduser(name)):
         name = hub_id(name)

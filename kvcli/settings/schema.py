@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from importlib import metadata
 from pathlib import Path
-from typing import Annotated, ClassVar, Literal, NamedTuple
+from typing import Annotated, Any, ClassVar, Literal, NamedTuple
 
 import tomli
 
@@ -271,7 +271,8 @@ class DraftModelRef:
 
     model: str  # model id, folder or name, as after -m
     quant: Quant  # precision of its weights
-    is_assistant: bool = False  # True for an assistant of the target model, which reads the KV cache of that model
+    head: str = ""  # the `spec.method` whose draft head it is (refusals.head_method); "" = a complete model
+    load: Callable[..., Any] | None = None  # loads that head: target model, its files and `Load` settings -> LM
 
 
 @dataclass(frozen=True)

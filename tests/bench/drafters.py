@@ -11,6 +11,7 @@
 are drafted for by `demo-small`. The prompt is read once and taken over by every session, each of which drafts knowing
 nothing, but for self-knn, which remembers texts. All sides write as many tokens as plain decoding does until it stops,
 and the same tokens (over codes of 8 bits those of plain decoding over them), or the run fails.
+`--head`: an EAGLE-3 head for all of the models, trained by tests/bench/eagle3.py, for the sides of that name.
 Draft time is what a drafter takes before and after a pass, its own passes included, verify time the rest of a step.
 Times are from the first token to the last.
 """
@@ -24,7 +25,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import median
-from typing import Any
+from typing import Annotated, Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
@@ -40,7 +41,7 @@ from tests.bench.harness import Floats, Row, Rows, Words, measurement, picked, q
 from tests.bench.widened import write
 
 PLAIN = "plain"
-SMALL = "demo-small"
+SMALL, HEAD = "demo-small", "HEAD"
 ALL = {"working": 0, "prefill": "full"}
 ALWAYS = {"adaptive": False, "depth": 4, "branches": 1}
 ITSELF = {"method": "self", "copies": False}
@@ -60,7 +61,10 @@ SIDES: dict[str, tuple[str, dict[str, dict[str, Any]]]] = {
     "mix+small": ("draft", {"spec": {"model": SMALL, "sources": ["stand", "token-recycling"]}}),
     "specextend": ("specextend", {"spec": {"model": SMALL, "copies": False}}),
     "specextend-every": ("specextend", {"spec": {"model": SMALL, "copies": False, "retrieval": "every:8"}}),
+    "eagle3": ("exact", {"spec": {"method": "eagle3", "model": HEAD, "copies": False}}),
+    "eagle3+copies": ("exact", {"spec": {"method": "eagle3", "model": HEAD}}),
     # what drafts are worth where the clock would allow none
+    "eagle3-always": ("exact", {"spec": {"method": "eagle3", "model": HEAD, "copies": False, **ALWAYS}}),
     "small-always": ("draft", {"spec": {"model": SMALL, "copies": False, **ALWAYS}}),
     "specextend-always": ("specextend", {"spec": {"model": SMALL, "copies": False, **ALWAYS}}),
     "small-full-always": ("draft", {"spec": {"model": SMALL, "copies": False, **ALWAYS, **ALL}}),
@@ -175,8 +179,10 @@ def tasks_of(model: kvcli.Model, of: str, names: Sequence[str]) -> list[Task]:
     return [Task(name, found[name]) for name in names]
 
 
-def side_of(model: kvcli.Model, side: str, temperature: float) -> kvcli.Model:
+def side_of(model: kvcli.Model, side: str, temperature: float, head: str = "") -> kvcli.Model:
     profile, changes = SIDES[side]
+    if changes.get("spec", {}).get("model") == HEAD:
+        changes = {"spec": changes["spec"] | {"model": head}}
     of = kvcli.Profile.load(profile).replace(**changes)
     sample = {"temperature": temperature, "seed": 1}
     return model.with_profile(of.replace(sample=sample, name=side))
@@ -190,8 +196,9 @@ def measure(
     sides: Sequence[str],
     reps: int,
     prefix_cache: PrefixCache,
+    head: str,
 ) -> list[Row]:
-    models = {side: side_of(model, side, temperature) for side in sides}
+    models = {side: side_of(model, side, temperature, head) for side in sides}
     runs: dict[str, list[Run]] = {side: [] for side in sides}
     for rep in range(reps + 1):  # the first warms up, with few tokens
         others = [side for side in sides if side != PLAIN]
@@ -257,7 +264,8 @@ def drafters(
     tasks: Words = ("lookup", "summary", "copy", "free"),
     temperatures: Floats = (0, 0.8),
     models: Words = ("demo", "demo-wide"),
-    sides: Words = tuple(SIDES),
+    sides: Words = tuple(side for side in SIDES if "eagle3" not in side),
+    head: Annotated[str, "folder of an EAGLE-3 head"] = "",
 ) -> Rows:
     asked = picked(sides, SIDES)
     chosen = [side for side in SIDES if side in {PLAIN, *asked, *(TEXT_OF.get(side, PLAIN) for side in asked)}]
@@ -270,7 +278,7 @@ def drafters(
             for task in tasks_of(model, of, tasks):
                 task.new = lengths(model, of, task, prefix_cache)
                 for temperature in temperatures:
-                    yield from measure(model, of, task, temperature, chosen, reps, prefix_cache)
+                    yield from measure(model, of, task, temperature, chosen, reps, prefix_cache, head)
 
 
 if __name__ == "__main__":

@@ -88,11 +88,11 @@ class Follower:
         self.head.start(ids)
 
     def propose(self, ids: Sequence[int], room: int, context: Any) -> Passes[Any]:
-        from kvcli.engine.forward_request import Draft
+        from kvcli.engine.forward_request import LAST_STATE, Draft
 
         self.head.bind(context)
         self.said.append((yield from guessed(self.head)))
-        return Draft([self.text[len(ids)]], [-1], needs="hidden")
+        return Draft([self.text[len(ids)]], [-1], needs=LAST_STATE)
 
     def observe(self, step: Any) -> None:
         self.head.observe(step)
@@ -314,9 +314,13 @@ def test_it_is_refused_alone_and_where_it_does_not_belong(machine: Machine) -> N
     setup = Setup(machine.world(), "gemma", flags=profile_flags({"draft": "stranger"}))
     with pytest.raises(BadModel, match="stranger drafts only for the Gemma 4") as found:
         setup.load(setup.profile).drafts_by  # noqa: B018
-    for method, name in (("model", "helper"), ("assistant", "demo"), ("assistant", "gemma")):
+    for method, name, says in (
+        ("model", "helper", "is an assistant"),
+        ("assistant", "demo", "is a complete model"),
+        ("assistant", "gemma", "is a complete model"),
+    ):
         setup = Setup(machine.world(), "gemma", flags={})
         profile = setup.profile.replace(spec={"method": method, "model": name})
-        with pytest.raises(BadModel, match=r"is (an assistant|no assistant)") as found:
+        with pytest.raises(BadModel, match=says) as found:
             setup.load(profile).drafts_by  # noqa: B018
         assert any("--set spec.method=" in one for one in found.value.try_)

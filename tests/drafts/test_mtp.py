@@ -18,7 +18,7 @@ from kvcli.drafts.draft_models.mtp_head import MtpHead
 from kvcli.engine.drafting.drafter import Drafter, ModelPair
 from kvcli.engine.drafting.mtp import Mtp, mtp_of
 from kvcli.engine.engine import iterate_events, run, run_to_end
-from kvcli.engine.forward_request import ForwardRequest, Rows
+from kvcli.engine.forward_request import LAST_STATE, ForwardRequest, Rows
 from kvcli.engine.hf.lm import LM
 from kvcli.engine.loading.open_lm import install_kernels, wrap_lm
 from kvcli.engine.sequence.sampler import Sampler
@@ -58,12 +58,20 @@ def written(
 
 @pytest.mark.parametrize("is_laid_out", [True, False], ids=["straight", "by its own loop"])
 @pytest.mark.parametrize("family", ["llama", "gemma3"])
-def test_shown_states_are_those_that_transformers_hands_out(family: str, is_laid_out: bool) -> None:
+@pytest.mark.parametrize("layers", [LAST_STATE, (2, 1, 1), (0, -1)], ids=str)
+def test_shown_states_are_those_that_transformers_hands_out(
+    layers: tuple[int, ...], family: str, is_laid_out: bool
+) -> None:
+    """Alone, and beside a sequence that needs those of other layers."""
     lm, ids = loaded(family, is_laid_out=is_laid_out), families.prompt(23)
-    feed = ForwardRequest(lm, Rows.chain(ids, 0), make.dense(lm), want=[3, 4, 22], record_hidden_states=True)
-    plain, other = run([feed])[0], run([ForwardRequest(lm, Rows.chain(ids, 0), feed.cache, want=[22]), feed])
-    stock = families.build(family)(torch.tensor([ids]), output_hidden_states=True).hidden_states[-1][0]
-    torch.testing.assert_close(plain.hidden, stock[[3, 4, 22]], rtol=1e-3, atol=1e-4)
+    feed = ForwardRequest(lm, Rows.chain(ids, 0), make.dense(lm), want=[3, 4, 22], record_hidden_states=layers)
+    beside = ForwardRequest(lm, Rows.chain(ids, 0), feed.cache, want=[22], record_hidden_states=(0, 2))
+    plain, other = run([feed])[0], run([beside, feed])
+    stock = families.build(family)(torch.tensor([ids]), output_hidden_states=True).hidden_states
+    want = torch.cat([stock[layer][0] for layer in layers], 1)
+    torch.testing.assert_close(plain.hidden, want[[3, 4, 22]], rtol=1e-3, atol=1e-4)
+    assert other[0].hidden is not None
+    torch.testing.assert_close(other[0].hidden, torch.cat([stock[0][0], stock[2][0]], 1)[[22]], rtol=1e-3, atol=1e-4)
     assert plain.hidden is not None
     assert other[1].hidden is not None
     # torch's products of layers that are not laid out know their neighbours on some processors

@@ -24,7 +24,7 @@ from kvcli.methods.drafts.off import Off
 from tests import drafters
 from tests.exact.table import DRAFTERS, STOP, lm, opened, plain, prompt, sibling, written
 
-REFUSED = ["wrong", "bush", "moody", "endspam", "mix", "model", "blind"]  # among whose drafts many are
+REFUSED = ["wrong", "bush", "moody", "endspam", "mix", "model", "blind", "eagle3-random"]  # among whose drafts many are
 
 
 @pytest.mark.parametrize("drafter", REFUSED)

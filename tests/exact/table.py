@@ -190,6 +190,9 @@ DRAFTERS: dict[str, Make] = {
     # an assistant that reads what the model has stored, in whichever way that lies
     "assistant": lambda truth: drafters.Assisted(truth, depth=4, branches=2),
     "assistant-random": lambda truth: drafters.Assisted(branches=3, sources=("token-recycling",)),
+    # an EAGLE-3 head, which reads hidden states of three layers and knows a part of the vocabulary
+    "eagle3": lambda truth: drafters.Eagled(truth, depth=4, branches=2),
+    "eagle3-random": lambda truth: drafters.Eagled(branches=3, sources=("token-recycling",)),
     "model-tree": lambda truth: trees(TREES[sum(truth) % len(TREES)]),  # each cell has one of the kinds
     # a second model, copies and what the model that writes thought likely, in one tree
     "model-mix": lambda truth: SeparateModelDraft(

@@ -248,7 +248,7 @@ class Setup:
     def suited(self, profile: Profile) -> Profile:
         """Return the profile with the drafting method that suits its draft model. "auto" selects "mtp", the cheapest
         drafter, if the model's files contain a layer for it, or else an assistant on this machine made for the model.
-        A draft model that is an assistant is used as one.
+        A draft model that is an assistant or an EAGLE-3 head is used as one.
         A profile that sets more of the draft model than its name is unchanged."""
         said = {key for key, at in profile.origins.items() if key.startswith("spec.") and at != "default"}
         if profile.spec.method != "model" or said - {
@@ -259,14 +259,16 @@ class Setup:
         }:
             return profile
         from kvcli.models.draft_heads import assistant_for, has_mtp
-        from kvcli.models.refusals import is_assistant
+        from kvcli.models.refusals import head_method
 
-        wanted = {"method": "assistant", "model": profile.spec.model, "quant": profile.spec.quant}
+        wanted = {"method": "assistant", "model": profile.spec.model}
+        wanted |= {"quant": profile.spec.quant} if "spec.quant" in said else {}
         with suppress(KvcliError):  # reported when the model is loaded
             if self._names_draft_model(profile):
                 found = find(self.world, profile.spec.model, False, may_assist=True, config=self.config)
                 by = profile.origins["spec.model"]
-                return profile.changed({"spec": wanted}, by) if is_assistant(found.config) else profile
+                wanted |= {"method": head_method(found.config)}
+                return profile.changed({"spec": wanted}, by) if wanted["method"] else profile
             found = self.fetch(profile)
             if has_mtp(found) and "spec.quant" not in said:
                 return profile.replace(spec={"method": "mtp"})

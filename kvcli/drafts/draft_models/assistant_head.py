@@ -18,7 +18,7 @@ from kvcli.drafts.draft_models.hidden_state_head import HiddenStateHead
 from kvcli.drafts.draft_models.mtp_head import recompute_hidden_states
 from kvcli.drafts.sources.logit_recycling import top
 from kvcli.engine.drafting.gemma4_assistant import kv_source_layers
-from kvcli.engine.forward_request import ForwardRequest, Passes, Rows
+from kvcli.engine.forward_request import LAST_STATE, ForwardRequest, Passes, Rows
 from kvcli.engine.hf.lm import LM
 from kvcli.engine.stats import Step
 from kvcli.kernels.attend_invariant import NewRows
@@ -95,7 +95,7 @@ class AssistantHead(HiddenStateHead):
             return []
         if self._at != end:
             assert self._context is not None, "no KV cache is bound"
-            _, states = yield from recompute_hidden_states(self._lm, self._context, self._text)
+            _, states = yield from recompute_hidden_states(self._lm, self._context, self._text, self.needs)
             self._at, self._state = end, states[-1:]
         result = yield from self._pass(self._text[-1:], self._state)
         self._grown = result[1]
@@ -113,6 +113,8 @@ class AssistantHead(HiddenStateHead):
         n = len(ids)
         rows = Rows(ids, [self.length - 1] * n, tree_mask=None, tree=n, parent=())
         of = self._head, rows, BorrowedCache(self._context.cache, self._layers, n)
-        result = yield ForwardRequest(*of, want=range(n), logits_hook=top, hidden=states, record_hidden_states=True)
+        result = yield ForwardRequest(
+            *of, want=range(n), logits_hook=top, hidden=states, record_hidden_states=LAST_STATE
+        )
         assert result.hidden is not None
         return [result.hook_output(i) for i in range(n)], result.hidden.clone()

@@ -286,7 +286,7 @@ class ChunkRetrievalModel(SeparateDraftModel):
 
     @property
     def needs(self) -> NeededTensors:
-        return "queries" if len(self._text) > self._working and self._trigger.is_near else ""
+        return "queries" if len(self._text) > self._working and self._trigger.is_near else ()
 
     def bind(self, context: DraftContext | None) -> None:
         self._context = context

@@ -44,8 +44,8 @@ class DraftModel(Protocol):
 
     @property
     def needs(self) -> NeededTensors:
-        """Outputs that the next step must return for its rows; "" = none."""
-        return ""
+        """Outputs that the next step must return for its rows; () = none."""
+        return ()
 
     def newest(self, n: int) -> list[int]:
         """Return the last n tokens, or as many as one trial pass can compare."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from kvcli.drafts.draft_models.draft_model import DraftModel
-from kvcli.engine.forward_request import NeededTensors
+from kvcli.engine.forward_request import LAST_STATE
 
 if TYPE_CHECKING:
     from kvcli.engine.drafting.drafter import DraftContext
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 class HiddenStateHead(DraftModel):
     """Draft head over the target model; only the hidden state of the pending token is known."""
 
-    needs: NeededTensors = "hidden"
+    needs: tuple[int, ...] = LAST_STATE
 
     def __init__(self, lm: LM, head: LM) -> None:
         self._lm, self._head = lm, head

@@ -22,7 +22,7 @@ from kvcli.drafts.draft_models.layer_skip import SEEN, newest_before
 from kvcli.drafts.draft_models.separate_model import shared
 from kvcli.drafts.sources.logit_recycling import top
 from kvcli.engine.drafting.draft_kv import DraftTreeKV
-from kvcli.engine.forward_request import ForwardRequest, Passes, Rows
+from kvcli.engine.forward_request import LAST_STATE, ForwardRequest, Passes, Rows
 from kvcli.engine.sequence.commit import commit
 from kvcli.kv.tiers.dense import Dense
 
@@ -110,8 +110,8 @@ class MtpHead(HiddenStateHead):
         at, states = self._at, self._states
         rows = Rows([self._text[p] for p in at], at, tree_mask=None, tree=len(at), parent=())
         result = yield ForwardRequest(
-            self._head, rows, self._kv, want=[len(at) - 1], logits_hook=top, hidden=states, record_hidden_states=True,
-            grows=self.limit - at[0],
+            self._head, rows, self._kv, want=[len(at) - 1], logits_hook=top, hidden=states,
+            record_hidden_states=LAST_STATE, grows=self.limit - at[0],
         )  # fmt: skip
         assert result.hidden is not None
         commit(self._kv, rows, result, range(len(at)))
@@ -126,9 +126,10 @@ class MtpHead(HiddenStateHead):
         assert self._context is not None, "no KV cache is bound"
         end = self.length - 1
         if not end:  # the first token has no token before it
-            self._wait([0], torch.zeros(1, self._lm.model.config.get_text_config().hidden_size, dtype=self._lm.dtype))
+            width = len(self.needs) * self._lm.model.config.get_text_config().hidden_size
+            self._wait([0], torch.zeros(1, width, dtype=self._lm.dtype))
             return
-        first, states = yield from recompute_hidden_states(self._lm, self._context, self._text)
+        first, states = yield from recompute_hidden_states(self._lm, self._context, self._text, self.needs)
         known = max([self._end, *(at + 1 for at in self._at)])
         new = range(max(first + 1, known), end + 1)
         self._wait(new, states[-len(new) :].clone())
@@ -137,19 +138,21 @@ class MtpHead(HiddenStateHead):
         """Return the hook output of the next draft rows, each with its parent's hidden state."""
         assert self._ahead is not None, "`continue_from` runs before `catch_up`"
         states = self._grown[[parent + 1 for parent in parents]]
-        result = yield from self._ahead.add(ids, parents, logits_hook=top, hidden=states, shows=True)
+        result = yield from self._ahead.add(ids, parents, logits_hook=top, hidden=states, shows=LAST_STATE)
         assert result.hidden is not None
         self._grown = torch.cat([self._grown, result.hidden])
         return [result.hook_output(i) for i in range(len(ids))]
 
 
-def recompute_hidden_states(lm: LM, context: DraftContext, text: Sequence[int]) -> Passes[tuple[int, Tensor]]:
-    """Return hidden states [n, E] of the newest tokens except the pending one, and the position of the first, by a pass
-    of the target model over part of the KV cache."""
+def recompute_hidden_states(
+    lm: LM, context: DraftContext, text: Sequence[int], layers: tuple[int, ...]
+) -> Passes[tuple[int, Tensor]]:
+    """Return hidden states [n, K E] of K layers (-1 = the last state) of the newest tokens except the pending one, and
+    the position of the first, by a pass of the target model over part of the KV cache."""
     end = len(text) - 1
     first = max(0, end - SEEN)
     before = newest_before(lm, context.cache, first, range(lm.n_layers))
     rows = Rows.chain(text[first:end], first)
-    result = yield ForwardRequest(lm, rows, before, want=range(rows.n_rows), record_hidden_states=True)
+    result = yield ForwardRequest(lm, rows, before, want=range(rows.n_rows), record_hidden_states=layers)
     assert result.hidden is not None
     return first, result.hidden

@@ -149,7 +149,7 @@ class TreeDrafter:
         self._lookahead = self._lookahead_for(mode, room, rows)
         if mode is not Mode.DRAFT:
             return Draft.none()
-        needs = self._chain.draft_model.needs if self._chain is not None else ""
+        needs = self._chain.draft_model.needs if self._chain is not None else ()
         tokens = self._draft_tokens[:rows]
         return Draft([t.id for t in tokens], [t.parent for t in tokens], self._lookahead, needs)
 

@@ -14,7 +14,7 @@ from torch import Tensor
 from kvcli.engine.cuda_graphs.capture import CopiesInFlight, CudaGraphs, captured
 from kvcli.engine.cuda_graphs.device_sampling import DeviceSamplers, DeviceSampling, PendingPass, can_run_ahead, first
 from kvcli.engine.cuda_graphs.pass_inputs import NONE, CapturedPart, PassInputs
-from kvcli.engine.forward import BatchedPass, SequencePass, run_layers
+from kvcli.engine.forward import BatchedPass, SequencePass, run_layers, states_of
 from kvcli.engine.forward_request import ForwardRequest, ForwardResult, NewKV
 from kvcli.engine.hf.cache_shim import CacheShim
 from kvcli.engine.hf.layer_gates import StopForward
@@ -186,7 +186,7 @@ class CapturedPass:
             commits = partial(self._commit, i, part, is_stored) if self._keep[i] is not None else None
             fresh = {} if commits is not None or part.shape.earlier else self._fresh[i]
             new = {layer: NewKV(of.k[:, :n], of.v[:, :n]) for layer, of in fresh.items()}
-            shown = shown if self._is_below or part.shape.shows else None
+            shown = states_of(part.shape.shows, self._layers, shown) if self._is_below or part.shape.shows else None
             drawn = partial(lambda i, row: backs()[i].drawn(row), i)
             output = partial(lambda i, index: backs()[i].hook_output(index), i)
             choices = None if drawing is None or request.logits_hook is None else drawing.results[i][1]
@@ -219,6 +219,7 @@ class CapturedPass:
         way = passes[0] if len(passes) == 1 else BatchedPass(passes)
         if lm.recurrent_layers:
             way.cache_shim = lm.recurrent_layers.cache_shim([p.states for p in passes if p.states], way.cache_shim)
+        self._layers = way.shows  # whose inputs are recorded
         return run_layers(lm, requests, way, ids, pos, want)
 
 
@@ -229,7 +230,7 @@ class CapturedForward(SequencePass):
         """`hidden` [N, E]: as in the request. `start`: number of rows of other sequences before these."""
         request, self._part, self._rows = part.request, part, rows
         self.layers = range(request.lm.n_layers) if request.layers is None else request.layers
-        self.n_rows, self.hidden, self.shows = len(rows.ids), hidden, part.shape.shows
+        self.n_rows, self.hidden, self.shows, self.hidden_states = len(rows.ids), hidden, part.shape.shows, {}
         self.cache_shim = CacheShim(request.lm.latents)
         self._shapes, self._dtype = request.lm.shapes, request.cache.dtype
         self.fresh: dict[int, NewKV] = {}  # by layer

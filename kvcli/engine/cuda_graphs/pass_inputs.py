@@ -29,7 +29,7 @@ class PassShape:
     wanted: int | None  # rows whose logits are computed; None = all
     glances: bool  # lookahead rows read a cache view
     queries: bool  # queries are recorded
-    shows: bool  # hidden states are recorded
+    shows: tuple[int, ...]  # layers whose inputs are recorded
     width: int  # size of the given hidden states; 0 = the embedded tokens are the input
     has_states: bool = False  # rows update recurrent states, which cannot be cropped
 

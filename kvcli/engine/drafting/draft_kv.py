@@ -94,7 +94,7 @@ class DraftTreeKV(BorrowingReader):
         draw: SamplingContext | None = None,
         layers: Sequence[range] = (),
         hidden: Tensor | None = None,
-        shows: bool = False,
+        shows: tuple[int, ...] = (),
         record_queries: Sequence[int] = (),
         follows: ForwardResult | None = None,
     ) -> Passes[ForwardResult]:

@@ -89,8 +89,8 @@ class RunningPass:
     layers: range | None = None  # layers to run; None = all
     last = -1  # last layer whose output is needed; -1 = run to the logits
     hidden: Tensor | None = None  # [N, E] input of the first of these layers; after the last one, its output
-    shows = False  # the input of the output layer is recorded
-    hidden_states: Tensor | None = None  # [n, E]: that input
+    shows: tuple[int, ...] = ()  # layers whose inputs are recorded; -1 = the output layer
+    hidden_states: dict[int, Tensor]  # by layer [N, E], those inputs; of the output layer of the wanted rows only
     cache_shim: CacheShim | None = None  # the layers' cache; None = an empty one
 
     def attend(

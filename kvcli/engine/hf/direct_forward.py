@@ -137,12 +137,14 @@ class DirectForward:
             x = self._embedded(ids) if hidden is None else hidden
             cos, sin = self._turns(pos) if self._turns is not None else (None, None)
             for i in through:
+                if i in its_pass.shows:  # hooks do not run, because no module is called
+                    its_pass.hidden_states[i] = x
                 x = self._layers[i].run(x, cos, sin, its_pass)
             if through.stop < len(self._layers):
                 return x
             x = self._norm(x if want is None else x[want])
-            if its_pass.shows:  # hooks do not run, because no module is called
-                its_pass.hidden_states = x
+            if its_pass.shows:
+                its_pass.hidden_states[-1] = x
             logits: Tensor = self._head.forward(x)
         return logits
 

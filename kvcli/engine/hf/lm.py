@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -99,7 +100,7 @@ class LM:
         self.large_blocks = LargeBlocks()
         self.layers = layout.layers  # decoder layers, if the model has a list of them
         self._check_gates, self._has_gates = check_gates, False  # layer gates are installed and work
-        self._is_shown = False  # input of the output layer is recorded
+        self._shown = set[int]()  # layers whose inputs are recorded; -1 = the output layer
 
     def __deepcopy__(self, memo: object) -> LM:
         """Return itself: copied sequences share the model."""
@@ -132,17 +133,18 @@ class LM:
             self._has_gates = False
             raise
 
-    def enable_hidden_states(self) -> None:
-        """Record the input of the output layer in passes that request it; called by the first such request."""
-        if not self._is_shown:
-            self._is_shown = True
-            self.model.get_output_embeddings().register_forward_pre_hook(_show)
+    def enable_hidden_states(self, layers: Collection[int]) -> None:
+        """Record the inputs of these layers in passes that request them; -1 = of the output layer."""
+        for layer in {*layers} - self._shown:
+            self._shown.add(layer)
+            module = self.model.get_output_embeddings() if layer < 0 else (self.layers or ())[layer]
+            module.register_forward_pre_hook(partial(_show, layer))
 
 
-def _show(output: nn.Module, given: tuple[Tensor, ...]) -> None:
+def _show(layer: int, module: nn.Module, given: tuple[Tensor, ...]) -> None:
     its_pass = current()
-    if its_pass is not None and its_pass.shows:
-        its_pass.hidden_states = given[0][0]
+    if its_pass is not None and layer in its_pass.shows:
+        its_pass.hidden_states[layer] = given[0][0]
 
 
 def _with_devices(

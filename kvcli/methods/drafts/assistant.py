@@ -11,13 +11,21 @@ from typing import TYPE_CHECKING, Annotated
 
 from kvcli.kv.footprint import Footprint, ModelSizes
 from kvcli.methods.drafts.model_draft_settings import ModelDraftSettings
-from kvcli.settings.schema import DraftModelRef, Quant, Range
+from kvcli.settings.schema import DraftModelRef, Load, Quant, Range
 
 if TYPE_CHECKING:
     from collections.abc import Collection
 
     from kvcli.drafts.tree.tree_drafter import TreeDrafter
     from kvcli.engine.drafting.drafter import ModelPair
+    from kvcli.engine.hf.lm import LM
+    from kvcli.models.source import Source
+
+
+def _load(target: LM, source: Source, wants: Load) -> LM:
+    from kvcli.engine.drafting.gemma4_assistant import load_assistant  # late: reading a profile must not import torch
+
+    return load_assistant(target, source, wants)
 
 
 @dataclass(frozen=True)
@@ -39,7 +47,7 @@ class AssistantDraft(ModelDraftSettings):
                 code="no_draft_model",
                 try_=["--draft ASSISTANT", "--set spec.model=ASSISTANT"],
             )
-        return DraftModelRef(self.model, self.quant, is_assistant=True)
+        return DraftModelRef(self.model, self.quant, head="assistant", load=_load)
 
     def draft_footprint(self, n: int, of: ModelSizes) -> Footprint:
         """Return the footprint of the assistant, which stores no KV and has no recurrent states."""

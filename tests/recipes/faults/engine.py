@@ -415,6 +415,20 @@ FAULTS = [
         "tests/drafts/test_assistant.py::test_drafts_are_those_of_transformers",
     ),
     Fault(
+        "D10",
+        "kvcli/methods/drafts/eagle3_head.py",
+        "torch.cat([self.input_layernorm(embedded), self.hidden_norm(hidden)], -1)",
+        "torch.cat([self.hidden_norm(hidden), self.input_layernorm(embedded)], -1)",
+        "tests/drafts/test_eagle3.py::test_drafts_are_those_of_a_plain_forward_pass[llama]",
+    ),
+    Fault(
+        "D11",
+        "kvcli/engine/forward.py",
+        "return torch.cat([each[layer] for layer in request_layers], 1)",
+        "return hidden",
+        "tests/drafts/test_mtp.py::test_shown_states_are_those_that_transformers_hands_out",
+    ),
+    Fault(
         "D7",
         "kvcli/methods/drafts/model.py",
         "if closes and self.working + self.depth > draft.limit:",
