@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import groupby
+from operator import gt
 
 import numpy as np
 import torch
@@ -148,8 +149,9 @@ class DenseLayer:
     @property
     def _rows(self) -> list[tuple[int, int]]:
         """Start and end of each row of positions: one for all heads, or one for each."""
-        rows = [(start, start + n) for start, n in zip(self._pos_starts, self.lengths, strict=True)]
-        return rows[:1] if self.is_even else rows
+        if self.is_even:
+            return [(0, self.lengths[0])]
+        return [(start, start + n) for start, n in zip(self._extents.start, self.lengths, strict=True)]
 
     def _note(self) -> None:
         """Write all positions into `pos`. During decoding this is done only at compression points."""
@@ -321,7 +323,7 @@ class DenseLayer:
 
     def _put_even(self, k: Tensor, v: Tensor, first: int) -> None:
         for t, new in self._pairs(k, v):
-            t.view(len(k), -1, t.shape[1])[:, first : first + k.shape[1]] = new
+            t.view(k.shape[0], -1, t.shape[1])[:, first : first + k.shape[1]] = new
 
     def _put(self, at: Tensor, k: Tensor, v: Tensor) -> None:
         for t, new in self._pairs(k, v):
@@ -407,7 +409,7 @@ class DenseLayer:
 
     def _make_room(self, lengths: list[int], ahead: list[int] | None = None) -> None:
         """Allocate capacity for `ahead` slots if that for `lengths` is not there. By default they are the same."""
-        if any(n > room for n, room in zip(lengths, self._extents.room, strict=True)):
+        if any(map(gt, lengths, self._extents.room)):
             self._lay(self._fit(ahead or lengths))
 
     def _fit(self, lengths: list[int], least: int = 0) -> HeadExtents:
