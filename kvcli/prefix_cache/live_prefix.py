@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING
 from torch import Tensor
 
 from kvcli.kv.slots import windows_of
-from kvcli.prefix_cache.prefix_cache import FEW
+from kvcli.prefix_cache.block_tree import cut
+from kvcli.prefix_cache.prefix_cache import FEW, held
 
 if TYPE_CHECKING:
     from kvcli.engine.sequence.state import SequenceState
@@ -42,12 +43,8 @@ def copy_prefix(session: SequenceState, source: SequenceState, ids: Sequence[int
     have = session.rewind(0) if windows else session.committed  # a window may lack the slots between both
 
     def parts() -> Iterator[tuple[int, Tensor, Tensor, int]]:
-        for layer in lm.storing:
-            slots = source.cache.slots(layer)
-            first = int(slots.pos[0, 0])
+        for layer, (first, k, v) in held(source).items():
             start = max(first, have, windows[layer].window_start(n) if layer in windows else 0)
-            at = slice(start - first, n - first)
-            k = slots.k[:, at]
-            yield layer, k, k if slots.v is slots.k else slots.v[:, at], start
+            yield layer, *cut(k, v, slice(start - first, n - first)), start
 
     session.adopt(ids, n, parts())

@@ -85,7 +85,8 @@ class DenseLayer:
             self.k, self.v = slots.each(lambda t: t.contiguous().flatten(0, 1))
             self._extents = HeadExtents.laid([slots.n_slots] * n_kv)
             self.pos = torch.empty(slots.n_slots, dtype=torch.int32)
-            self._came(pos)
+            if slots.n_slots:
+                self._came(pos)
         else:
             self.k, self.v = slots.each(lambda t: t.new_zeros(0, t.shape[2]))
             self._extents, self.pos = HeadExtents.laid([0] * n_kv), torch.empty(0, dtype=torch.int32)
@@ -444,7 +445,7 @@ def _tree(s: Slots, head: int | slice) -> State:
 
 def agree(pos: Tensor) -> bool:
     """True if all heads have the same slots in the same order, at positions pos [K, S], and none is empty."""
-    return bool((pos == pos[:1]).all() and (pos >= 0).all())
+    return not pos.numel() or bool((pos == pos[:1]).all() and (pos >= 0).all())
 
 
 def rises(pos: Tensor) -> bool:
