@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from itertools import takewhile
 from typing import TYPE_CHECKING
 
@@ -14,6 +15,10 @@ from kvcli.prefix_cache.prefix_cache import FEW, held
 
 if TYPE_CHECKING:
     from kvcli.engine.sequence.state import SequenceState
+
+
+class SourceChanged(Exception):
+    """The source no longer has the KV that is being copied."""
 
 
 def shared_prefix(source: SequenceState, ids: Sequence[int]) -> int:
@@ -34,8 +39,9 @@ def common_prefix(ids: Sequence[int], its_ids: Sequence[int], sessions: Sequence
     return n if is_kept and not lm.recurrent_layers and n - has >= FEW else 0
 
 
-def copy_prefix(session: SequenceState, source: SequenceState, ids: Sequence[int]) -> None:
-    """Copy the KV of the longest shared prefix, unless prefill is as fast. Both caches must hold KV as computed."""
+def copy_by_layer(session: SequenceState, source: SequenceState, ids: Sequence[int]) -> Iterator[None]:
+    """Copy the KV of the longest shared prefix, unless prefill is as fast, and yield after each layer. Both caches must
+    hold KV as computed. Nothing is copied if the source gives its KV up meanwhile."""
     n, lm = shared_prefix(source, ids), session.lm
     if n - session.committed < FEW:
         return
@@ -43,8 +49,12 @@ def copy_prefix(session: SequenceState, source: SequenceState, ids: Sequence[int
     have = session.rewind(0) if windows else session.committed  # a window may lack the slots between both
 
     def parts() -> Iterator[tuple[int, Tensor, Tensor, int]]:
-        for layer, (first, k, v) in held(source).items():
+        for layer in lm.storing:
+            if shared_prefix(source, ids) < n:
+                raise SourceChanged
+            first, k, v = held(source, layer)
             start = max(first, have, windows[layer].window_start(n) if layer in windows else 0)
             yield layer, *cut(k, v, slice(start - first, n - first)), start
 
-    session.adopt(ids, n, parts())
+    with suppress(SourceChanged):
+        yield from session.adopt_by_layer(ids, n, parts())

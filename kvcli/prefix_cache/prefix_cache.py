@@ -235,7 +235,7 @@ class PrefixCache:
         """Return the bytes of a whole cache, the paths of its blocks, and the writes of missing blocks."""
         n = session.committed
         places = list(tree.places(session.ids[:n]))
-        kv = held(session)
+        kv = {layer: held(session, layer) for layer in self._lm.storing}
         new = [(path, mine) for path, mine in places if _has_less(path, kv, mine)]
         size = sum(t[:, :n].nbytes for _, k, v in kv.values() for t in (k, v))
 
@@ -338,15 +338,12 @@ def fields_of(made_by: Mapping[str, str], session: GenerationSession, shaping: C
 Held = Mapping[int, tuple[int, Tensor, Tensor]]  # by layer: first position, k [K, S, D], v [K, S, E]
 
 
-def held(session: SequenceState) -> Held:
-    """Return the KV of the cache, which must be a range of positions."""
-    found = {}
-    for layer in session.lm.storing:
-        slots = session.cache.slots(layer)
-        first = int(slots.pos[0, 0])
-        assert int(slots.pos[0, -1]) - first + 1 == slots.n_slots, "slots were evicted"
-        found[layer] = first, slots.k, slots.v
-    return found
+def held(session: SequenceState, layer: int) -> tuple[int, Tensor, Tensor]:
+    """Return the first position, keys [K, S, D] and values of a layer, whose cache must hold a range of positions."""
+    slots = session.cache.slots(layer)
+    first = int(slots.pos[0, 0])
+    assert int(slots.pos[0, -1]) - first + 1 == slots.n_slots, "slots were evicted"
+    return first, slots.k, slots.v
 
 
 def _cut(held: Held, mine: slice) -> Iterator[tuple[int, tuple[Tensor, Tensor]]]:
