@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import groupby
-from operator import gt
+from operator import add, gt
 
 import numpy as np
 import torch
@@ -19,7 +19,6 @@ from torch.nn.utils.rnn import pad_sequence
 
 from kvcli.kernels.attend import attend
 from kvcli.kernels.attend_invariant import BLOCK, NewRows, StoredKV, attend_stored_and_new, serves
-from kvcli.kernels.attend_invariant.tables import uploaded
 from kvcli.kernels.merge_attention import PartialAttention
 from kvcli.kv.slots import AttentionParams, LayerShape, Slots, attend_new_only, last, window_start, zeros_on_demand
 from kvcli.kv.snapshot import SnapshotReader, State
@@ -157,8 +156,9 @@ class DenseLayer:
     def _note(self) -> None:
         """Write all positions into `pos`. During decoding this is done only at compression points."""
         if n := self._unnoted:
+            pos, new = self.pos.numpy(), np.arange(self._highest + 1 - n, self._highest + 1)
             for _, end in self._rows:
-                self.pos.numpy()[end - n : end] = np.arange(self._highest + 1 - n, self._highest + 1)
+                pos[end - n : end] = new
             self._unnoted = 0
 
     def beside(self) -> Tensor:
@@ -188,9 +188,9 @@ class DenseLayer:
         """Return partial attention of q [H, N, D] at positions `rows` [N] over slots and new KV."""
         if not serves(q, self.v):
             return [*self._apart(q, params, rows), *attend_new_only(q, params, own)]
-        if not self.length and own is None:
+        run = self.run() if any(self.lengths) else None
+        if run is None and own is None:
             return []
-        run = self.run() if self.length else None
         if run is not None and params.window is not None:
             run.pos = self._pos_there()
         window, softcap, is_prompt = params.window, params.softcap, params.is_prompt
@@ -239,7 +239,7 @@ class DenseLayer:
         if self.is_even:
             self._put_even(k, v, self.length)
         else:
-            (ends,) = uploaded([[a + n for a, n in zip(self._extents.start, self.lengths, strict=True)]], self.k.device)
+            ends = torch.tensor([*map(add, self._extents.start, self.lengths)], device=self.k.device)
             at = (ends.unsqueeze(1) + torch.arange(m, device=ends.device)).flatten()
             self._put(at, k.flatten(0, 1), v.flatten(0, 1))
         self._longer(m, start)
@@ -324,7 +324,7 @@ class DenseLayer:
 
     def _put_even(self, k: Tensor, v: Tensor, first: int) -> None:
         for t, new in self._pairs(k, v):
-            t.view(k.shape[0], -1, t.shape[1])[:, first : first + k.shape[1]] = new
+            t.view(k.shape[0], -1, t.shape[1]).narrow(1, first, k.shape[1]).copy_(new)
 
     def _put(self, at: Tensor, k: Tensor, v: Tensor) -> None:
         for t, new in self._pairs(k, v):
@@ -349,7 +349,7 @@ class DenseLayer:
             return Slots(*s.each(lambda t: t[:, first:]), s.pos[:, first:])
         if n > min(self.lengths):
             return last(self.slots(), n)
-        (ends,) = uploaded([self.lengths], self.k.device)
+        ends = torch.tensor(self.lengths, device=self.k.device)
         return self.gather(ends.unsqueeze(1) - n + torch.arange(n, device=ends.device))
 
     def positions(self) -> Tensor:
@@ -375,7 +375,7 @@ class DenseLayer:
 
     def _places(self, index: Tensor) -> tuple[Tensor, Tensor]:
         """Return the buffer indices of slots index [K, M] of each head, and a mask [K, M] of existing slots."""
-        start, length = (t.unsqueeze(1) for t in uploaded([self._extents.start, self.lengths], index.device))
+        start, length = torch.tensor([self._extents.start, self.lengths], device=index.device).unsqueeze(2)
         is_stored = (index >= 0) & (index < length)
         return start + index * is_stored, is_stored
 
