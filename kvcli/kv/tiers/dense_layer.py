@@ -80,8 +80,11 @@ class DenseLayer:
         self.gone = 0
         n_kv, pos = len(slots.pos), slots.pos.cpu()
         self.lengths, self.is_even = [0] * n_kv, agree(pos)  # slots by head; all heads have the same slots
+        # if heads have the same slots: `k` and `v`, one if they are equal, as views [K, room, ..]
+        self._by_head: list[Tensor] = []
         if self.is_even:
             self.k, self.v = slots.each(lambda t: t.contiguous().flatten(0, 1))
+            self._by_head = [t.view(n_kv, slots.n_slots, t.shape[1]) for t, _ in self._pairs(self.k, self.v)]
             self._extents = HeadExtents.laid([slots.n_slots] * n_kv)
             self.pos = torch.empty(slots.n_slots, dtype=torch.int32)
             if slots.n_slots:
@@ -323,8 +326,8 @@ class DenseLayer:
         self._put(at, *slots.each(lambda t: t[is_stored]))
 
     def _put_even(self, k: Tensor, v: Tensor, first: int) -> None:
-        for t, new in self._pairs(k, v):
-            t.view(k.shape[0], -1, t.shape[1]).narrow(1, first, k.shape[1]).copy_(new)
+        for t, new in zip(self._by_head, (k, v), strict=False):
+            t[:, first : first + k.shape[1]] = new
 
     def _put(self, at: Tensor, k: Tensor, v: Tensor) -> None:
         for t, new in self._pairs(k, v):
@@ -338,9 +341,9 @@ class DenseLayer:
         """Return the stored slots: views if heads have the same ones, else a copy padded to the longest head."""
         if not self.is_even:
             return self.gather(torch.arange(self.length, device=self.k.device).expand(len(self.lengths), -1))
-        n_kv, n = len(self.lengths), self.length
-        pos = self._pos_there()[:n].expand(n_kv, -1)
-        return Slots(*Slots(self.k, self.v, pos).each(lambda t: t.view(n_kv, -1, t.shape[1])[:, :n]), pos)
+        n = self.length
+        pos = self._pos_there()[:n].expand(len(self.lengths), -1)
+        return Slots(*Slots(self._by_head[0], self._by_head[-1], pos).each(lambda t: t[:, :n]), pos)
 
     def newest(self, n: int) -> Slots:
         """Return the last n slots of each head: views, or a copy if heads differ."""
@@ -388,7 +391,7 @@ class DenseLayer:
         left = int(np.searchsorted(pos, n))
         self.lengths, self._unsent = [left] * len(self.lengths), max(0, self._unsent - (was - left))
         # attention reads spare capacity, in which NaN or infinity of removed slots would remain
-        self.v.view(len(self.lengths), -1, self.v.shape[1])[:, left:was] = 0
+        self._by_head[-1][:, left:was] = 0
         self._highest = int(pos[left - 1]) if left else -1
         self.gone *= left > 0
         return True
@@ -437,6 +440,8 @@ class DenseLayer:
         self._extents, self.lengths = extents, lengths
         if self.is_even and not is_even:
             self.is_even, self.gone = False, 0
+        pairs = self._pairs(k, v) if is_even else []
+        self._by_head = [t.view(len(lengths), extents.room[0], t.shape[1]) for t, _ in pairs]
 
 
 def _tree(s: Slots, head: int | slice) -> State:
