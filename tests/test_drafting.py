@@ -167,7 +167,8 @@ def test_what_a_row_must_not_see_is_poisoned(shown: dict[str, Any], policy: Any)
         with torch.inference_mode():
             for slab in [*kv._slabs.values(), *session.view._copy._slabs.values()]:
                 slab.positions()  # which notes those that nobody asked for so far
-                empty = (slab.pos < 0).expand(slab.k.shape[:-1])  # spare room, and holes of heads that hold less
+                # spare room, and holes of heads that hold less
+                empty = (slab.pos < 0).repeat(len(slab.k) // max(1, len(slab.pos)))
                 slab.k[empty] = slab.v[empty] = 1e6
                 poisoned += int(empty.sum())
         run_to_end(session.step(most=len(want) - len(session.ids)))

@@ -23,7 +23,7 @@ from kvcli.engine.sequence.session import GenerationSession, commit
 from kvcli.kernels.attend.reference import attend
 from kvcli.kv.slots import AttentionParams, KVCache, LayerShape, Window, layer_groups, windows_of
 from kvcli.kv.tiers.dense import Dense
-from kvcli.kv.tiers.dense_uniform import UniformLayer
+from kvcli.kv.tiers.dense_layer import DenseLayer
 from kvcli.methods.prune.lazy import LazyLLM
 from tests import families, make
 
@@ -300,8 +300,8 @@ def test_what_waits_between_layers_is_one_copy(cut: int) -> None:
 
 @pytest.mark.parametrize("pruning", [None, LAZY], ids=["whole", "pruned"])
 def test_a_layer_makes_room_once(pruning: LazyLLM | None, monkeypatch: pytest.MonkeyPatch) -> None:
-    lays, lay = list[int](), UniformLayer._lay
-    monkeypatch.setattr(UniformLayer, "_lay", lambda self, first, room: (lays.append(room), lay(self, first, room))[1])
+    lays, lay = list[int](), DenseLayer._lay
+    monkeypatch.setattr(DenseLayer, "_lay", lambda self, to: (lays.append(to.total), lay(self, to))[1])
     model = lm("llama")
     s = session(model, 7, pruning=pruning)
     run_to_end(s.read(families.prompt(100)))

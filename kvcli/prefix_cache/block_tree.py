@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from hashlib import blake2b
@@ -21,10 +21,11 @@ from torch import Tensor
 
 from kvcli.kernels.attend_invariant import BLOCK
 from kvcli.kv.slots import LayerShape
+from kvcli.kv.snapshot import SnapshotMismatch, SnapshotReader, State, tree_of
 from kvcli.prefix_cache import snapshot_file
 from kvcli.prefix_cache.codec import Codec
 from kvcli.prefix_cache.snapshot_file import ENDS, CorruptFile
-from kvcli.prefix_cache.tensor_codec import coded, decoded
+from kvcli.prefix_cache.tensor_codec import coded_state, decoded_state
 from kvcli.settings.small_file import open_regular
 
 SIZE = 16  # bytes of a hash: enough to rule out collisions
@@ -131,10 +132,13 @@ def _alike(a: np.ndarray, b: np.ndarray) -> int:
 
 # Block: KV of consecutive tokens in one file, which is valid as a whole or rejected.
 #
-# A file (snapshot_file.py) is used only if its sizes are those of the loaded model, and only under the name it was
-# written for: the folder name is a hash of the cache key, and the file name begins with the parent block's hash.
+# It is a snapshot (kv/snapshot.py): the tokens, and by layer that stores KV "k", "v", and in "gone" how many blocks of
+# batch-invariant kernels a sliding window dropped before them. It is used only if its sizes are those of the loaded
+# model, and only under the name it was written for: the folder name is a hash of the cache key, and the file name
+# begins with the parent block's hash, because the same tokens after another parent have other KV.
 
 LENGTH = 256  # tokens of a full block
+GONE = "gone"
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,76 +154,72 @@ class Block:
         k, v = self.kv.get(layer, (None, None))
         if k is None or v is None or (first := at.start - len(self.ids) + k.shape[1]) < 0:
             raise CorruptFile("it was replaced since it was found")
-        mine = slice(first, first + at.stop - at.start)
-        cut = k[:, mine]
-        return cut, cut if v is k else v[:, mine]
+        return cut(k, v, slice(first, first + at.stop - at.start))
 
     def write(self, path: Path, codec: Codec) -> int:
         """Write a private file atomically; return its bytes. No fsync: a file damaged by a power cut is recomputed."""
-        tensors = {_ids_of(path): torch.tensor(self.ids, dtype=torch.int32)}  # first, where `read_tokens` finds it
+        tree: dict[str, Tensor | State] = {_ids_of(path): torch.tensor(self.ids, dtype=torch.int32)}  # the first
         for layer, (k, v) in self.kv.items():
-            place = _place(layer, len(self.ids) - k.shape[1])
-            tensors[f"k.{place}"] = coded(k, codec)
-            if v is not k:
-                tensors[f"v.{place}"] = coded(v, codec)
-        return snapshot_file.write(path, tensors)
+            gone = (len(self.ids) - k.shape[1]) // BLOCK
+            tree[str(layer)] = {GONE: gone, "k": k, **({} if v is k else {"v": v})}
+        return snapshot_file.write(path, coded_state(tree, codec))
 
 
 def read(path: Path, shapes: Sequence[LayerShape], dtype: torch.dtype) -> Block:
     """Read the block of a model with layers of these shapes and this dtype. Raises CorruptFile, OSError."""
     own = [(i, shape) for i, shape in enumerate(shapes) if shape.shared_from is None]
     most = LENGTH * sum(s.numbers for _, s in own) * dtype.itemsize + 4 * LENGTH + HEADER
-    tensors = {name: t for name, t in snapshot_file.read(path, most=most).items() if isinstance(t, Tensor)}
-    ids = tensors.get(_ids_of(path))
-    if ids is None or ids.dtype != torch.int32 or ids.dim() != 1 or not 0 < len(ids) <= LENGTH:
-        raise CorruptFile("its token ids are invalid")
-    kv, firsts = {}, _firsts(tensors, len(ids))
-    for layer, shape in own:
-        first = firsts.get(layer, 0)
-        k = tensors.get(f"k.{_place(layer, first)}")
-        v = k if shape.rank else tensors.get(f"v.{_place(layer, first)}")
-        if k is None or v is None:
-            continue
-        heads, n = shape.n_kv_heads, len(ids) - first
-        try:
-            keys = decoded(k, (heads, n, shape.k_dim), dtype)
-            kv[layer] = keys, keys if shape.rank else decoded(v, (heads, n, shape.v_dim), dtype)
-        except ValueError as error:
-            raise CorruptFile(str(error)) from None
+    try:
+        found = SnapshotReader(decoded_state(snapshot_file.read(path, most=most)), LENGTH)
+        ids, kv = found.tensor(_ids_of(path), torch.int32, None), {}
+        for layer, shape in ((i, shape) for i, shape in own if str(i) in found):
+            part = found.part(str(layer))
+            sizes = shape.n_kv_heads, len(ids) - part.number(GONE, (len(ids) - 1) // BLOCK) * BLOCK
+            k = part.tensor("k", dtype, *sizes, shape.k_dim)
+            kv[layer] = k, k if shape.rank else part.tensor("v", dtype, *sizes, shape.v_dim)
+    except SnapshotMismatch as error:
+        raise CorruptFile(str(error)) from None
     return Block(ids.tolist(), kv)
+
+
+def load(
+    path: Path, ids: Sequence[int], parts: Mapping[int, slice], shapes: Sequence[LayerShape], dtype: torch.dtype
+) -> dict[int, tuple[Tensor, Tensor]]:
+    """Read KV of these parts, by layer, of a block that begins with tokens `ids`; delete it if it is corrupt.
+
+    Raises CorruptFile, or OSError, after which the file remains."""
+    try:
+        block = read(path, shapes, dtype)
+        if list(block.ids[: len(ids)]) != list(ids):
+            raise CorruptFile("it was replaced since it was found")
+        return {layer: block.part(layer, part) for layer, part in parts.items()}
+    except CorruptFile:
+        with suppress(OSError):
+            path.unlink()
+        raise
 
 
 def read_tokens(path: Path) -> tuple[np.ndarray, Mapping[int, int]]:
     """Read tokens, int32 [n], and by layer the first one with KV, without the KV. Raises CorruptFile, OSError."""
     try:
         with open_regular(path) as file:
-            (own, *others), _, _ = snapshot_file.header_of(file)
+            (own, *_), numbers, _ = snapshot_file.header_of(file)
             if own.name != _ids_of(path) or own.dtype != torch.int32 or not 0 < own.nbytes <= 4 * LENGTH:
                 raise CorruptFile("its token ids are invalid")
             ids = np.frombuffer(file.read(own.nbytes), "<i4")
+            gone = SnapshotReader(tree_of(numbers), LENGTH)
+            firsts = {int(i): gone.part(i).number(GONE, (len(ids) - 1) // BLOCK) * BLOCK for i in gone.tree}
     except snapshot_file.UNREADABLE as error:
         raise snapshot_file.blamed(error) from None
-    return ids, _firsts((other.name for other in others), len(ids))
+    return ids, firsts
+
+
+def cut(k: Tensor, v: Tensor, at: slice) -> tuple[Tensor, Tensor]:
+    """Return a part of the tokens of k [K, n, D] and v [K, n, E]: views, one if they are equal (MLA)."""
+    its = k[:, at]
+    return its, its if v is k else v[:, at]
 
 
 def _ids_of(path: Path) -> str:
-    """Return the tensor name of the tokens of this file's block. It has the parent, because the same tokens after
-    another parent have other KV."""
+    """Return the name of the tokens of this file's block in the snapshot."""
     return f"ids of {path.parent.name}:{path.name}"
-
-
-def _place(layer: int, first: int) -> str:
-    """Return the name suffix of a layer's keys and values: "3", or from the 64th token on "3.64"."""
-    return f"{layer}.{first}" if first else f"{layer}"
-
-
-def _firsts(names: Iterable[str], n: int) -> dict[int, int]:
-    """Return by layer the first of n tokens with KV. Raises CorruptFile if it is no multiple of BLOCK."""
-    found = {}
-    for layer, _, first in (name[2:].partition(".") for name in names if name.startswith("k.")):
-        if not layer.isdecimal() or not (first or "0").isdecimal() or len(first) > len(str(LENGTH)):
-            raise CorruptFile("it has a layer without a number")
-        found[int(layer)] = at = int(first or 0)
-        if at % BLOCK or at >= n:
-            raise CorruptFile("a layer of it begins at an invalid position")
-    return found

@@ -13,7 +13,7 @@ class Codec(Protocol):
     """Codec: the `[prefix_cache]` table of a profile, shared by all sequences."""
 
     def encode(self, t: Tensor) -> bytes | None:
-        """Encode a contiguous tensor on the host; None = store it unchanged."""
+        """Encode a tensor; None = store it unchanged."""
 
 
 @dataclass(frozen=True)

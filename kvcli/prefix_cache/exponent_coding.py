@@ -21,10 +21,10 @@ HEAD = 5  # bytes: the greatest exponent, and the number of those stored separat
 
 
 def encode(t: Tensor) -> bytes | None:
-    """Encode a contiguous tensor on the host; None if that takes no fewer bytes."""
+    """Encode a tensor; None if that takes no fewer bytes."""
     if t.dtype not in UNSIGNED or not t.numel():
         return None
-    numbers = t.view(-1).view(torch.uint8).numpy().view(UNSIGNED[t.dtype])
+    numbers = t.cpu().contiguous().view(-1).view(torch.uint8).numpy().view(UNSIGNED[t.dtype])
     size = t.element_size()
     turned = (numbers << 1) | (numbers >> (8 * size - 1))  # the sign becomes the lowest bit
     *rest, top = ((turned >> (8 * i)).astype(np.uint8) for i in range(size))

@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING
 from torch import Tensor
 
 from kvcli.kv.slots import windows_of
-from kvcli.prefix_cache.prefix_cache import FEW
+from kvcli.prefix_cache.block_tree import cut
+from kvcli.prefix_cache.prefix_cache import FEW, held
 
 if TYPE_CHECKING:
     from kvcli.engine.sequence.state import SequenceState
@@ -51,12 +52,9 @@ def copy_by_layer(session: SequenceState, source: SequenceState, ids: Sequence[i
         for layer in lm.storing:
             if shared_prefix(source, ids) < n:
                 raise SourceChanged
-            slots = source.cache.slots(layer)
-            first = int(slots.pos[0, 0])
+            first, k, v = held(source, layer)
             start = max(first, have, windows[layer].window_start(n) if layer in windows else 0)
-            at = slice(start - first, n - first)
-            k = slots.k[:, at]
-            yield layer, k, k if slots.v is slots.k else slots.v[:, at], start
+            yield layer, *cut(k, v, slice(start - first, n - first)), start
 
     with suppress(SourceChanged):
         yield from session.adopt_by_layer(ids, n, parts())

@@ -28,7 +28,7 @@ from kvcli.kv.slots import windows_of
 from kvcli.kv.snapshot import SnapshotMismatch
 from kvcli.models.catalog import model_files, releases
 from kvcli.prefix_cache import snapshot_file
-from kvcli.prefix_cache.block_tree import Block, BlockMatch, BlockTree, read, read_tokens
+from kvcli.prefix_cache.block_tree import Block, BlockMatch, BlockTree, cut, load, read_tokens
 from kvcli.prefix_cache.codec import Codec, Uncompressed
 from kvcli.prefix_cache.snapshot_file import CorruptFile
 from kvcli.prefix_cache.span_lookup import BlockIndexEntry, evict_lru, find_spans, mark_used
@@ -38,10 +38,11 @@ from kvcli.settings.small_file import Unfit, open_regular, parse_object, read_sm
 if TYPE_CHECKING:
     from kvcli.engine.hf.lm import LM
     from kvcli.engine.sequence.session import GenerationSession
+    from kvcli.engine.sequence.state import SequenceState
     from kvcli.prefix_cache.matching_spans import Found
 
 # Cache key: the fields besides the token ids on which KV depends. All fields must match to use saved KV.
-FORMAT = "kvcli.block/4"
+FORMAT = "kvcli.block/5"
 NAMES = ("transformers_version", "_name_or_path", "_attn_implementation")  # in a config, without effect on the numbers
 
 
@@ -108,7 +109,6 @@ INTACT = CacheConditions()
 class PendingWrite:
     """Write of one file, not yet done."""
 
-    path: Path
     nbytes: int  # approximate
     write: Callable[[], int]
     drop: Callable[[], None]  # removes the files that this one replaces
@@ -235,16 +235,15 @@ class PrefixCache:
         """Return the bytes of a whole cache, the paths of its blocks, and the writes of missing blocks."""
         n = session.committed
         places = list(tree.places(session.ids[:n]))
-        held = _held(session)
-        new = [(path, mine) for path, mine in places if _has_less(path, held, mine)]
-        size = sum(t[:, :n].nbytes for _, k, v in held.values() for t in (k, v))
+        kv = {layer: held(session, layer) for layer in self._lm.storing}
+        new = [(path, mine) for path, mine in places if _has_less(path, kv, mine)]
+        size = sum(t[:, :n].nbytes for _, k, v in kv.values() for t in (k, v))
 
         def writing(path: Path, mine: slice) -> PendingWrite:
             ids = session.ids[mine]
             return PendingWrite(
-                path,
                 size * len(ids) // n + HEAD,
-                lambda: Block(ids, dict(_cut(held, mine))).write(path, codec),
+                lambda: Block(ids, dict(_cut(kv, mine))).write(path, codec),
                 lambda: tree.drop_shorter(path, ids),
             )
 
@@ -267,7 +266,7 @@ class PrefixCache:
         return (
             size,
             [path],
-            [PendingWrite(path, size, lambda: snapshot_file.write(path, coded_state(state, codec), of), drop)],
+            [PendingWrite(size, lambda: snapshot_file.write(path, coded_state(state, codec), of), drop)],
         )
 
     def _go_on(self, session: GenerationSession, ids: Sequence[int], shaping: CacheConditions) -> None:
@@ -301,9 +300,7 @@ class PrefixCache:
         is rounded to other bits.
         """
         windows, begins = windows_of(self._lm.shapes, self._lm.attention_params), dict[int, int]()
-        for layer, shape in enumerate(self._lm.shapes):
-            if shape.shared_from is not None:
-                continue
+        for layer in self._lm.storing:
             low = seen = have
             if not have and layer in windows:
                 low, seen = windows[layer].window_start(n), max(0, n - windows[layer].size + 1)
@@ -328,18 +325,9 @@ class PrefixCache:
             firsts = {layer: max(first, one.start) for layer, first in begins.items() if first < last}
             if one.start >= n or not firsts:
                 continue
-            try:
-                block = read(one.path, self._lm.shapes, session.cache.dtype)
-                if list(block.ids[: one.n]) != list(ids[one.start : one.end]):
-                    raise CorruptFile("it was replaced since it was found")
-                parts = [
-                    (layer, *block.part(layer, slice(first - one.start, last - one.start)), first)
-                    for layer, first in firsts.items()
-                ]
-            except CorruptFile:
-                one.path.unlink(missing_ok=True)
-                raise
-            yield from parts
+            parts = {layer: slice(first - one.start, last - one.start) for layer, first in firsts.items()}
+            kv = load(one.path, ids[one.start : one.end], parts, self._lm.shapes, session.cache.dtype)
+            yield from ((layer, *kv[layer], first) for layer, first in firsts.items())
 
 
 def fields_of(made_by: Mapping[str, str], session: GenerationSession, shaping: CacheConditions) -> dict[str, str]:
@@ -350,25 +338,19 @@ def fields_of(made_by: Mapping[str, str], session: GenerationSession, shaping: C
 Held = Mapping[int, tuple[int, Tensor, Tensor]]  # by layer: first position, k [K, S, D], v [K, S, E]
 
 
-def _held(session: GenerationSession) -> Held:
-    """Return the KV of the cache, which must be a range of positions."""
-    found = {}
-    for layer, shape in enumerate(session.lm.shapes):
-        if shape.shared_from is None:
-            slots = session.cache.slots(layer)
-            first = int(slots.pos[0, 0])
-            assert int(slots.pos[0, -1]) - first + 1 == slots.n_slots, "slots were evicted"
-            found[layer] = first, slots.k, slots.v
-    return found
+def held(session: SequenceState, layer: int) -> tuple[int, Tensor, Tensor]:
+    """Return the first position, keys [K, S, D] and values of a layer, whose cache must hold a range of positions."""
+    slots = session.cache.slots(layer)
+    first = int(slots.pos[0, 0])
+    assert int(slots.pos[0, -1]) - first + 1 == slots.n_slots, "slots were evicted"
+    return first, slots.k, slots.v
 
 
 def _cut(held: Held, mine: slice) -> Iterator[tuple[int, tuple[Tensor, Tensor]]]:
     """Yield, by layer, the KV of the tokens `mine` that the layer still holds: the last of them."""
     for layer, (first, k, v) in held.items():
         if (start := _first(first, mine)) < mine.stop:
-            at = slice(start - first, mine.stop - first)
-            cut = k[:, at]
-            yield layer, (cut, cut if v is k else v[:, at])
+            yield layer, cut(k, v, slice(start - first, mine.stop - first))
 
 
 def _first(first: int, mine: slice) -> int:

@@ -20,7 +20,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from kvcli.prefix_cache.block_tree import LENGTH, ROOT, BlockTree, name_of, read, read_tokens
+from kvcli.prefix_cache.block_tree import LENGTH, ROOT, BlockTree, load, name_of, read_tokens
 from kvcli.prefix_cache.matching_spans import (
     Found,
     Held,
@@ -100,17 +100,12 @@ class BlockChain:
             start, seen = i * LENGTH, self.blocks[i]
             mine = slice(max(0, first - start), min(len(seen.ids), first + n - start))
             try:
-                block = read(seen.path, self.lm.shapes, self.dtype)
-                if block.ids != seen.ids.tolist():
-                    raise CorruptFile("it was replaced since it was found")
-                for layer in _owners(self.lm):
-                    found.setdefault(layer, []).append(block.part(layer, mine))
-            except CorruptFile as error:
-                with suppress(OSError):
-                    seen.path.unlink()
+                parts = dict.fromkeys(self.lm.storing, mine)
+                kv = load(seen.path, seen.ids.tolist(), parts, self.lm.shapes, self.dtype)
+            except (CorruptFile, OSError) as error:
                 raise SpanSourceGone from error
-            except OSError as error:  # the file remains
-                raise SpanSourceGone from error
+            for layer, part in kv.items():
+                found.setdefault(layer, []).append(part)
         mark_used([seen.path for seen in self.blocks[:last]])
         each = {layer: zip(*parts, strict=True) for layer, parts in found.items()}
         device = self.lm.device
@@ -162,7 +157,7 @@ def find_spans(
 
 def _blocks(folder: Path, lm: LM, known: dict[str, BlockIndexEntry]) -> Iterator[tuple[str, BlockIndexEntry]]:
     """Yield the index entries of all blocks reachable from the root, by name, those of a sequence in order."""
-    tree, layers = BlockTree(folder), _owners(lm)
+    tree = BlockTree(folder)
     after, ahead, left = tree.children(), deque([ROOT]), MOST
     while ahead and left:
         parent = ahead.popleft()
@@ -174,14 +169,9 @@ def _blocks(folder: Path, lm: LM, known: dict[str, BlockIndexEntry]) -> Iterator
                     ids, its = read_tokens(path)
                     if name == name_of(parent, ids) and ids.min() >= 0 and ids.max() < lm.vocab:
                         known[name] = BlockIndexEntry(
-                            path, parent, ids, max(its.get(layer, len(ids)) for layer in layers)
+                            path, parent, ids, max(its.get(layer, len(ids)) for layer in lm.storing)
                         )
             if name in known:
                 yield name, known[name]
                 if len(known[name].ids) == LENGTH:
                     ahead.append(name)
-
-
-def _owners(lm: LM) -> set[int]:
-    """Return the layers that store KV."""
-    return {layer for layer, shape in enumerate(lm.shapes) if shape.shared_from is None}

@@ -6,7 +6,7 @@ An encoded tensor is bytes; its contents do not decide how much memory is alloca
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 
 import torch
 from torch import Tensor
@@ -21,33 +21,13 @@ DTYPES = tuple(exponent_coding.UNSIGNED)  # dtypes of a cache, by their number i
 CODED, TYPE = "coded", "type"  # keys that replace a tensor: its bytes, its dtype, and its sizes "0", "1", ..
 
 
-def coded(t: Tensor, codec: Codec) -> Tensor:
-    """Return a tensor as it is saved: unchanged on the host, or as bytes, uint8 [n]."""
-    t = t.cpu().contiguous()
-    data = codec.encode(t)
-    return t if data is None else torch.frombuffer(bytearray(data), dtype=torch.uint8)
-
-
-def decoded(t: Tensor, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-    """Decode a tensor of this dtype and shape, allocating no byte more. Raises ValueError for anything else."""
-    if t.dtype == dtype and t.shape == torch.Size(shape):
-        return t
-    if t.dtype != torch.uint8 or t.dim() != 1:
-        raise ValueError("its dtype or shape is another")
-    return exponent_coding.decode(t.numpy().tobytes(), shape, dtype)
-
-
 def coded_state(state: State, codec: Codec) -> State:
     """Return a snapshot as it is saved: large tensors are encoded."""
     found = dict(leaves(state))
     for path, t in list(found.items()):
-        if (
-            isinstance(t, Tensor)
-            and t.dtype in DTYPES
-            and t.nbytes >= FEW
-            and (made := coded(t, codec)).nbytes < t.nbytes
-        ):
+        if isinstance(t, Tensor) and t.dtype in DTYPES and t.nbytes >= FEW and (data := codec.encode(t)) is not None:
             del found[path]
+            made = torch.frombuffer(bytearray(data), dtype=torch.uint8)
             found |= {f"{path}/{CODED}": made, f"{path}/{TYPE}": DTYPES.index(t.dtype)}
             found |= {f"{path}/{i}": n for i, n in enumerate(t.shape)}
     return tree_of(found)
@@ -62,12 +42,14 @@ def _decoded(part: State) -> State | Tensor:
     t, kind = part.get(CODED), part.get(TYPE)
     if not isinstance(t, Tensor):
         return decoded_state(part)
+    if t.dtype != torch.uint8 or t.dim() != 1:
+        raise SnapshotMismatch("it is encoded, but not as bytes")
     sizes = [n for i in range(len(part) - 2) if type(n := part.get(str(i))) is int and n > 0]
     if not len(part) - 2 == len(sizes) <= SIZES or type(kind) is not int or not 0 <= kind < len(DTYPES):
         raise SnapshotMismatch("it is encoded without its sizes")
     if max(sizes, default=1) > 2 * t.nbytes or math.prod(sizes) * DTYPES[kind].itemsize > 2 * t.nbytes:
         raise SnapshotMismatch("it has too few bytes for its sizes")
     try:
-        return decoded(t, sizes, DTYPES[kind])
+        return exponent_coding.decode(t.numpy().tobytes(), sizes, DTYPES[kind])
     except ValueError as error:
         raise SnapshotMismatch(str(error)) from None

@@ -20,7 +20,7 @@ from kvcli.engine.loading.open_lm import install_kernels, wrap_lm
 from kvcli.engine.sequence import session
 from kvcli.kernels import dispatch
 from kvcli.kernels.merge_attention import PartialAttention
-from kvcli.kv.tiers import dense_uniform
+from kvcli.kv.tiers import dense_layer
 
 VOCAB = 1024
 
@@ -184,7 +184,7 @@ def clock(parts: Parts, lm: Any, *, hollow: bool) -> None:
             if hasattr(module, op):
                 put(module, op, "kernels", answer.part)
     dispatch.choose.cache_clear()
-    put(dense_uniform, "attend_stored_and_new", "kernels", lambda q, *_, **__: PartialAttention(*answer.part(q)))
+    put(dense_layer, "attend_stored_and_new", "kernels", lambda q, *_, **__: PartialAttention(*answer.part(q)))
     put(forward.ForwardPass, "attend", "attention")
     put(forward, "merge_attention", "kernels", answer.merged)
     attention = parts.timed("attention", forward.attention)

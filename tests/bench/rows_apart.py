@@ -30,7 +30,7 @@ from kvcli.kv.sparse import index_certified, index_minmax, index_sketch, sparse_
 from kvcli.kv.sparse.index import PageIndex
 from kvcli.kv.sparse.pages import PageBudget
 from kvcli.kv.sparse.sparse_tier import SparseCache
-from kvcli.kv.tiers import dense_uniform, quantized
+from kvcli.kv.tiers import dense_layer, quantized
 from tests import make
 from tests.bench.harness import Ints, Rows, Words, in_turns, measurement
 
@@ -50,7 +50,7 @@ PACKED["sketch on 4 4"] = (4, 4, "none")
 def torch_alone() -> Iterator[None]:
     """As where no native kernels are."""
     with ExitStack() as stack:
-        for module in (sparse_tier, dense_uniform):
+        for module in (sparse_tier, dense_layer):
             stack.enter_context(mock.patch.object(module, "serves", return_value=False))
         stack.enter_context(mock.patch.object(quantized, "serves_packed", return_value=False))
         for module in (index_minmax, index_sketch, index_certified):

@@ -319,9 +319,8 @@ def test_a_kv_cache_reads_its_slots_through_them(is_ragged: bool, monkeypatch: p
         sees = line if sight.window is None else line & (torch.tensor(pos) > torch.tensor(pos)[:, None] - sight.window)
         want = merge_parts(kv.attend(0, q, sight, pos, NewRows(fk, fv, pos, line, sees)))
         with monkeypatch.context() as on_gpu:
-            for form in ("dense_uniform", "dense_ragged"):
-                on_gpu.setattr(f"kvcli.kv.tiers.{form}.attend_stored_and_new", passes.read)
-                on_gpu.setattr(f"kvcli.kv.tiers.{form}.serves", lambda q, v: True)
+            on_gpu.setattr("kvcli.kv.tiers.dense_layer.attend_stored_and_new", passes.read)
+            on_gpu.setattr("kvcli.kv.tiers.dense_layer.serves", lambda q, v: True)
             got = merge_parts(kv.attend(0, q, sight, pos, NewRows(fk, fv, pos, line, None)))
         torch.testing.assert_close(got.float(), want.float(), atol=2e-2, rtol=2e-2)
 

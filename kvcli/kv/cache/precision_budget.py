@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from kvcli.kernels.quantize_kv import LANES, width_of
 from kvcli.kv.footprint import STEP
 from kvcli.kv.slots import POSITION, LayerShape
-from kvcli.kv.tiers.dense_ragged import room_of
+from kvcli.kv.tiers.dense_layer import room_of
 from kvcli.settings.schema import size_of
 
 SCALE = 2  # bytes of a scale; a zero point takes as many

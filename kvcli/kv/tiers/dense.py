@@ -21,24 +21,18 @@ from kvcli.kv.slots import (
     Windows,
     compact,
     empty,
-    empty_like,
     on_host,
     storing_layer_of,
 )
 from kvcli.kv.snapshot import SnapshotReader, State
-from kvcli.kv.tiers.dense_ragged import RaggedLayer
-from kvcli.kv.tiers.dense_uniform import UniformLayer, agree
+from kvcli.kv.tiers.dense_layer import DenseLayer
 from kvcli.kv.tiers.device_tables import DeviceCache
-
-# Memory layouts of a layer: while all heads have the same slots, and after. Both have the same methods.
-DenseLayer = UniformLayer | RaggedLayer
 
 
 class Dense:
     """A tier of keys and values in full precision.
 
-    While all heads of a layer have the same slots, they share one row of positions; once they differ, each head has an
-    extent of its own size. A layer grows in small steps, because attention also reads the spare capacity (finite
+    A layer grows in small steps, because attention also reads the spare capacity (finite
     numbers, hidden by their position). Any device, float type and layer shape is supported. A layer that shares the
     slots of another layer reads them and stores none. Layers with a sliding window evict hidden slots at compression
     points; `reaches` is then False for earlier rows.
@@ -64,11 +58,10 @@ class Dense:
         self.windows = Windows(windows or {})
         self._holder = storing_layer_of(shapes)
         self._slabs: dict[int, DenseLayer] = {
-            layer: UniformLayer(
-                *empty(shape, dtype, shape.device or device),
-                pos=torch.empty(1, 0, dtype=torch.int32),
-                step=step,
-                slides=layer in self.windows,
+            layer: DenseLayer(
+                Slots(*empty(shape, dtype, shape.device or device), torch.empty(shape.n_kv_heads, 0)),
+                step,
+                layer in self.windows,
             )
             for layer, shape in enumerate(shapes)
             if shape.shared_from is None
@@ -109,11 +102,7 @@ class Dense:
         """Store slots that bring their own positions, which may differ by head."""
         if not bool((slots.pos >= 0).any()):
             return
-        own, slab = self._own(layer, slots), self._slabs[layer]
-        if not slab.take(own):
-            slab = RaggedLayer(slab.slots(), self._step)
-            slab.take(own)
-            self._slabs[layer] = slab
+        self._slabs[layer].take(self._own(layer, slots))
         self.windows.came(layer, 0)
         self.changes += 1
 
@@ -152,16 +141,13 @@ class Dense:
     def evict_except(self, layer: int, mask: Tensor) -> Slots:
         """Evict slots whose mask [K, S] is False, free their memory and return them."""
         before = self._slabs[layer].slots()
-        has_lost = self._forget(layer, before, mask)
-        return compact(before, ~mask) if has_lost else empty_like(before)
+        fell = compact(before, ~mask)  # first, because the layer may be changed in place
+        self._forget(layer, before, mask)
+        return fell
 
     def put(self, layer: int, slots: Slots) -> None:
         """Replace the slots of a layer. The tier keeps the given tensors, if no pass was captured over the layer."""
-        own = self._own(layer, slots)
-        if layer in self._slabs and self._slabs[layer].refill(own):
-            self.changes += 1
-        else:
-            self._hold(layer, own)
+        self._hold(layer, self._own(layer, slots))
 
     def crop(self, n: int) -> None:
         """Remove every slot at position n or later, to rewind the sequence. The memory stays allocated."""
@@ -192,11 +178,7 @@ class Dense:
         has_lost = False
         for layer, pos in on_host(kept).items():
             if np.count_nonzero(pos.numpy() >= 0) < self._slabs[layer].total:
-                kept_ones = compact(replace(self._slabs[layer].slots(), pos=pos), pos >= 0)
-                if self._slabs[layer].refill(kept_ones):
-                    self.changes += 1
-                else:
-                    self._hold(layer, kept_ones)
+                self._hold(layer, compact(replace(self._slabs[layer].slots(), pos=pos), pos >= 0))
                 has_lost = True
         for layer in self._owners(layers):
             self.evict_below(layer, end)
@@ -219,11 +201,8 @@ class Dense:
     def restore(self, given: SnapshotReader) -> None:
         """Restore each layer in its former layout."""
         for layer, slab in self._slabs.items():
-            part = given.part(str(layer))
-            of = part, self._shapes[layer], slab.k, self._step
-            self._slabs[layer] = (
-                UniformLayer.made(*of, layer in self.windows) if "pos" in part else RaggedLayer.made(*of)
-            )
+            of = given.part(str(layer)), self._shapes[layer], slab.k, self._step
+            self._slabs[layer] = DenseLayer.made(*of, layer in self.windows)
         self.changes += 1
 
     def usage(self) -> list[Usage]:
@@ -240,16 +219,15 @@ class Dense:
     def _read(self, layer: int) -> DenseLayer:
         return self._slabs[self._holder[layer]]
 
-    def _forget(self, layer: int, before: Slots, mask: Tensor) -> bool:
-        if has_lost := bool(((before.pos >= 0) & ~mask).any()):
+    def _forget(self, layer: int, before: Slots, mask: Tensor) -> None:
+        if bool(((before.pos >= 0) & ~mask).any()):
             self._hold(layer, compact(before, mask))
-        return has_lost
 
     def _hold(self, layer: int, slots: Slots) -> None:
-        """Replace the slots of a layer, in the layout that suits them."""
+        """Replace the slots of a layer, in place if a pass was captured over it."""
         assert layer in self._slabs, "this layer stores no slots: it shares those of another layer"
-        is_alike, slides = agree(slots), layer in self.windows
-        self._slabs[layer] = UniformLayer.of(slots, self._step, slides) if is_alike else RaggedLayer(slots, self._step)
+        if not self._slabs[layer].refill(slots):
+            self._slabs[layer] = DenseLayer(slots, self._step, layer in self.windows)
         self.changes += 1
 
     def _own(self, layer: int, slots: Slots) -> Slots:

@@ -337,8 +337,8 @@ FAULTS = [
     ),
     Fault(
         "P3",
-        "kvcli/prefix_cache/prefix_cache.py",
-        "if list(block.ids[: one.n]) != list(ids[one.start : one.end]):",
+        "kvcli/prefix_cache/block_tree.py",
+        "if list(block.ids[: len(ids)]) != list(ids):",
         "if False:",
         "tests/test_prefix_cache.py::test_a_block_that_became_another_one_before_it_was_read_is_not_taken",
     ),

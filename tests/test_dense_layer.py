@@ -13,7 +13,7 @@ from torch import Tensor
 
 from kvcli.kernels.merge_attention import PartialAttention, merge_attention
 from kvcli.kv.slots import AttentionParams
-from kvcli.kv.tiers.dense_ragged import HeadExtents
+from kvcli.kv.tiers.dense_layer import HeadExtents
 from tests import make
 from tests.policies import masks
 
@@ -36,16 +36,16 @@ def test_every_head_has_its_own_place_and_little_spare_room(lengths: list[int], 
 
 def test_heads_of_equal_length_are_read_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """Unequal slots in equal numbers, as most methods keep them: one product over all heads, no mask."""
-    import kvcli.kv.tiers.dense_ragged as ragged
+    import kvcli.kv.tiers.dense_layer as dense_layer
 
     calls: list[tuple[int, object]] = []
-    attend = ragged.attend
+    attend = dense_layer.attend
 
     def noted(q: Tensor, k: Tensor, *args: Any, **more: Any) -> PartialAttention:
         calls.append((k.shape[0], more.get("mask")))
         return attend(q, k, *args, **more)
 
-    monkeypatch.setattr(ragged, "attend", noted)
+    monkeypatch.setattr(dense_layer, "attend", noted)
     kv = make.dense((1, 3, 4))
     kv.append(0, torch.ones(3, 60, 4), torch.ones(3, 60, 4), 0)
     kv.compress(masks(kv, lambda layer, s: (s.pos + torch.arange(3).view(-1, 1)) % 3 == 0))
