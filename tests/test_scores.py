@@ -18,7 +18,6 @@ from kvcli.methods.policies.h2o import H2O, add_recorded
 from kvcli.methods.policies.keydiff import KeyDiff
 from kvcli.methods.policies.knorm import KNorm
 from kvcli.methods.policies.lagkv import Lag
-from kvcli.methods.policies.qfilters import QFilters
 from kvcli.methods.policies.snapkv import Snap
 from kvcli.methods.policies.tova import Tova
 from kvcli.methods.policies.vatp import Vatp
@@ -143,18 +142,6 @@ def test_curdkv_compares_lengths_among_neighbours(part: int) -> None:
     same(CurDKV(part=part).score(s, moment(s)), s, want)
 
 
-def test_qfilters_prefer_keys_in_the_main_direction_of_the_queries() -> None:
-    s, q = ragged(), queries(9)
-    at = moment(s, q)
-
-    def want(j: int) -> dict[int, float]:
-        ways = [torch.linalg.svd(q[h].double()).Vh[0] for h in range(j * G, (j + 1) * G)]
-        ways = [way if way @ q[h].double().mean(0) > 0 else -way for h, way in enumerate(ways, start=j * G)]
-        return {p: float(s.k[j, i].double() @ sum(ways)) / G for p, i in of(s, j).items()}
-
-    same(QFilters(queries=9).score(s, at), s, want)
-
-
 @pytest.mark.parametrize("across", [False, True])
 @pytest.mark.parametrize(("sinks", "size"), [(0, 3), (2, 5), (4, 10), (2, 30), (60, 4)])
 def test_lag_measures_a_part_in_the_range_of_the_next(sinks: int, size: int, across: bool) -> None:
@@ -256,7 +243,7 @@ def test_a_chunk_shares_its_mean_among_those_that_count(size: int) -> None:
     same(token_units.chunked(score, s.pos, unit, among), s, want)
 
 
-@pytest.mark.parametrize("name", ["snap", "tova", "vatp", "knorm", "keydiff", "lag", "expected", "curdkv", "qfilters"])
+@pytest.mark.parametrize("name", ["snap", "tova", "vatp", "knorm", "keydiff", "lag", "expected", "curdkv"])
 def test_heads_without_slots_and_layers_without_any_have_scores_without_nan(name: str) -> None:
     full = ragged()
     bare = Slots(full.k, full.v, full.pos.clone())
@@ -272,7 +259,6 @@ def test_heads_without_slots_and_layers_without_any_have_scores_without_nan(name
             "keydiff": lambda s=s: KeyDiff().score(s, moment(s)),
             "lag": lambda s=s: Lag(sinks=1, part=4).score(s, moment(s)),
             "curdkv": lambda s=s: CurDKV().score(s, moment(s)),
-            "qfilters": lambda s=s, at=at: QFilters().score(s, at),
             "expected": lambda s=s: expected(s, torch.ones(K * G, D, dtype=torch.float64), None, 1.0, 0.0, 0.0),
         }[name]()
         assert score.shape == s.pos.shape

@@ -43,7 +43,6 @@ NAMES: dict[str, dict[str, Any]] = {
     "expected": {"samples": 30, "horizon": 40},
     "keydiff": {},
     "curdkv": {"part": 4},
-    "qfilters": {"queries": 9},
     "knorm": {},
     "lag": {"part": 8},
     "tova": {},

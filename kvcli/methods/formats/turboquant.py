@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 class TurboQuant(BlockFormat):
     """TurboQuant (Zandieh et al., 2025, arXiv 2504.19874): a random rotation, then the best levels for normal noise.
 
-    Not measured here.
+    In 2 + 2 bits, the KV takes 1.19 MiB and the demo's accuracy is 0.948, as of `kivi` (measurements/lab-log.md).
     """
 
     own: ClassVar = {"kv.rotate": "which rotates keys, as this KV format does already"}

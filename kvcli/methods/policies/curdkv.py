@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 class CurDKV(TopK):
     """CurDKV (Sengupta et al., 2025, arXiv 2509.15038): keeps tokens with long keys and values among neighbours.
 
-    Not measured here.
+    With 50% of the tokens, 0.44 of facts are found, where `lag` finds 0.42 and `keydiff` 0.31 (measurements/lab-log.md).
     """
 
     part: Annotated[int, Range(1)] = 16  # neighbours among which lengths are compared; 1 = every token is as good
