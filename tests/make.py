@@ -48,6 +48,7 @@ from kvcli.methods.formats.qaq import Qaq
 from kvcli.methods.formats.rotatekv import RotateKV
 from kvcli.methods.formats.squat import Squat
 from kvcli.methods.formats.subgen import SubGen
+from kvcli.methods.formats.turboquant import TurboQuant
 from kvcli.methods.formats.zipcache import ZipCache
 from kvcli.settings.schema import Kv
 from tests import families, hybrids
@@ -67,6 +68,7 @@ FORMS: dict[str, BlockFormat] = {
     "qaq": Qaq(outliers=0.1),
 }
 FORMS |= {"gear": Gear("before", 0.5, 1), "squat": Squat(), "rotatekv": RotateKV(), "mustafar": Mustafar()}
+FORMS |= {"turboquant": TurboQuant()}
 FORMS |= {"freqkv": FreqKV(), "subgen": SubGen(centers=2, samples=2), "cskv": Cskv(k_rank=3, v_rank=2)}
 # old slots in host memory
 WAYS: dict[str, Way] = {"by query": CpuAttention, "by kernel": ZeroCopyKernel}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 from typing import Any
 
 import pytest
@@ -31,6 +32,7 @@ from kvcli.methods.formats.qaq import Qaq
 from kvcli.methods.formats.rotatekv import RotateKV
 from kvcli.methods.formats.squat import Squat
 from kvcli.methods.formats.subgen import SubGen
+from kvcli.methods.formats.turboquant import TurboQuant, normal_levels
 from kvcli.methods.formats.zipcache import ZipCache, joined, separated
 from kvcli.settings.profile import Profile
 from kvcli.settings.schema import Kv, registries
@@ -51,6 +53,7 @@ FORMS: dict[str, BlockFormat] = {
     "qaq": Qaq(outliers=0.05),
     "gear": Gear(outliers=0.25),
     "squat": Squat(),
+    "turboquant": TurboQuant(),
 }
 FEWER: dict[str, BlockFormat] = {  # numbers, of 16 bits
     "mustafar": Mustafar(k_sparsity=0.25, v_sparsity=0.75),
@@ -311,6 +314,17 @@ def test_rotatekv_keeps_the_slots_of_massive_keys_wherever_they_stand() -> None:
 @pytest.mark.parametrize(("n", "most", "want"), [(8, 4, 4), (3, 4, 1), (6, 4, 2), (8, 3, 2), (5, 1, 1), (1, 9, 1)])
 def test_so_many_heads_are_turned_together(n: int, most: int, want: int) -> None:
     assert RotateKV(joint=most).heads(n) == want
+
+
+def test_turboquant_has_the_levels_and_the_error_of_its_paper() -> None:
+    assert normal_levels(1) == pytest.approx([-((2 / math.pi) ** 0.5), (2 / math.pi) ** 0.5])
+    assert normal_levels(2) == pytest.approx([-1.510, -0.4528, 0.4528, 1.510], abs=1e-3)
+    noise = torch.rand(1, 2, 64, 128, generator=torch.Generator().manual_seed(0)) - 0.3  # not normal at all
+    for bits, error in ((2, 0.1175), (4, 0.009497), (8, 5e-5)):  # mean square errors for normal noise (Max, 1960)
+        kv = Kv(k_bits=bits, v_bits=bits)
+        for found in TurboQuant().dequantize(TurboQuant().quantize(noise, noise, kv), kv, (128, 128), torch.float32):
+            lost = (found - noise).square().sum(-1) / noise.square().sum(-1)
+            assert float(lost.mean()) == pytest.approx(error, rel=0.05 if bits < 8 else 1)
 
 
 def test_qaq_keeps_outliers_apart() -> None:

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from kvcli.kv.slots import Slots
+from kvcli.methods.policies.curdkv import CurDKV
 from kvcli.methods.policies.expected_attention import Expected, expected
 from kvcli.methods.policies.h2o import H2O, add_recorded
 from kvcli.methods.policies.keydiff import KeyDiff
@@ -123,6 +124,24 @@ def test_keydiff_prefers_keys_unlike_the_mean_direction() -> None:
     same(KeyDiff().score(s, moment(s)), s, want)
 
 
+@pytest.mark.parametrize("part", [1, 4, 16, 99])
+def test_curdkv_compares_lengths_among_neighbours(part: int) -> None:
+    s = ragged()
+
+    def want(j: int) -> dict[int, float]:
+        held, out = list(of(s, j).items()), {}
+        for first in range(0, len(held), part):
+            near = held[first : first + part]
+            whole = [sum(float(x[j, i].square().sum()) for _, i in near) for x in (s.k, s.v)]
+            shares = {
+                p: [float(x[j, i].square().sum()) / n for x, n in zip((s.k, s.v), whole, strict=True)] for p, i in near
+            }
+            out |= {p: math.prod(each) for p, each in shares.items()}
+        return out
+
+    same(CurDKV(part=part).score(s, moment(s)), s, want)
+
+
 @pytest.mark.parametrize("across", [False, True])
 @pytest.mark.parametrize(("sinks", "size"), [(0, 3), (2, 5), (4, 10), (2, 30), (60, 4)])
 def test_lag_measures_a_part_in_the_range_of_the_next(sinks: int, size: int, across: bool) -> None:
@@ -224,7 +243,7 @@ def test_a_chunk_shares_its_mean_among_those_that_count(size: int) -> None:
     same(token_units.chunked(score, s.pos, unit, among), s, want)
 
 
-@pytest.mark.parametrize("name", ["snap", "tova", "vatp", "knorm", "keydiff", "lag", "expected"])
+@pytest.mark.parametrize("name", ["snap", "tova", "vatp", "knorm", "keydiff", "lag", "expected", "curdkv"])
 def test_heads_without_slots_and_layers_without_any_have_scores_without_nan(name: str) -> None:
     full = ragged()
     bare = Slots(full.k, full.v, full.pos.clone())
@@ -239,6 +258,7 @@ def test_heads_without_slots_and_layers_without_any_have_scores_without_nan(name
             "knorm": lambda s=s: KNorm().score(s, moment(s)),
             "keydiff": lambda s=s: KeyDiff().score(s, moment(s)),
             "lag": lambda s=s: Lag(sinks=1, part=4).score(s, moment(s)),
+            "curdkv": lambda s=s: CurDKV().score(s, moment(s)),
             "expected": lambda s=s: expected(s, torch.ones(K * G, D, dtype=torch.float64), None, 1.0, 0.0, 0.0),
         }[name]()
         assert score.shape == s.pos.shape

@@ -42,6 +42,7 @@ NAMES: dict[str, dict[str, Any]] = {
     "snap": {"queries": 4, "pool": 3},
     "expected": {"samples": 30, "horizon": 40},
     "keydiff": {},
+    "curdkv": {"part": 4},
     "knorm": {},
     "lag": {"part": 8},
     "tova": {},

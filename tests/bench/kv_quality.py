@@ -70,7 +70,7 @@ FOUR = {"kv": {"k_bits": 4, "v_bits": 4}}
 FORMS: dict[str, dict[str, Any]] = {  # and how each is asked for
     "kivi": {},
     "kivi before rope": {"method": "kivi", "rope": "before"},
-    **{name: {"method": name} for name in ("zipcache", "rotatekv", "qaq", "gear", "squat")},
+    **{name: {"method": name} for name in ("zipcache", "rotatekv", "qaq", "gear", "squat", "turboquant")},
 }
 FEWER: dict[str, dict[str, Any]] = {  # numbers of old slots, in 16 bits
     **{

@@ -94,6 +94,7 @@ PAIRS: dict[str, Pair] = {
         PLAIN | {"name": "h2o", "keep_new": 0, "queries": 1 << 20}, lambda k, r: summed(k.ObservedAttentionPress)(r)
     ),
     "tova": Pair(PLAIN | {"name": "tova"}, lambda k, r: k.TOVAPress(r)),
+    "curdkv": Pair(PLAIN | {"name": "curdkv", "sinks": 4}, lambda k, r: k.CURPress(r)),
     "keydiff": Pair(PLAIN | {"name": "keydiff"}, lambda k, r: k.KeyDiffPress(r)),
     "knorm": Pair(PLAIN | {"name": "knorm"}, lambda k, r: k.KnormPress(r)),
     "lagkv": Pair(PLAIN | {"name": "lag", "sinks": 4}, lambda k, r: k.LagKVPress(r)),

@@ -46,12 +46,7 @@ class RotateKV(BlockFormat):
 
     def refuse(self, shape: LayerShape, kv: Kv) -> None:
         super().refuse(shape, kv)
-        if odd := [dim for dim in shape.parts if dim & (dim - 1)]:
-            raise BadConfig(
-                f'kv_format.method = "rotatekv" needs head sizes of a power of two; this model has {odd[0]}',
-                code="kv_rotate",
-                try_=["--set kv_format.method=zipcache", "--set kv_format.method=kivi"],
-            )
+        refuse_odd_sizes(shape, "rotatekv")
 
     def quantize(self, k: Tensor, v: Tensor, kv: Kv) -> Codes:
         n = min(self.massive, kv.group)
@@ -74,6 +69,16 @@ class RotateKV(BlockFormat):
             for t, found in zip((k, v), spared, strict=True)
         )
         return k, v
+
+
+def refuse_odd_sizes(shape: LayerShape, method: str) -> None:
+    """Raise BadConfig if a Hadamard transform does not fit the model's heads."""
+    if odd := [dim for dim in shape.parts if dim & (dim - 1)]:
+        raise BadConfig(
+            f'kv_format.method = "{method}" needs head sizes of a power of two; this model has {odd[0]}',
+            code="kv_rotate",
+            try_=["--set kv_format.method=zipcache", "--set kv_format.method=kivi"],
+        )
 
 
 def _wide(k: Tensor) -> Tensor:
