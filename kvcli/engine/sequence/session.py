@@ -170,10 +170,11 @@ class GenerationSession(SequenceState):
             yield from await_passes(companion.complete(self))
 
     def read_chunk(self, most: int) -> Passes[None]:
-        """Prefill one chunk that ends at `most` or before. With recurrent states, it also ends where the user may
+        """Prefill one chunk that ends at `most`, or before at a multiple of `chunk_rows`: what rows of a chunk have in
+        common does not depend on what was stored before. With recurrent states, it also ends where the user may
         rewind to, because a checkpoint is saved there."""
         checkpoints = self.states.checkpoint_positions(edit_points(self.kind_spans))
-        end = min(self.committed + self.chunk_rows, most, *checkpoints)
+        end = min((self.committed // self.chunk_rows + 1) * self.chunk_rows, most, *checkpoints)
         if self.policy is None:  # a policy leaves fewer slots than tokens are prefilled: capacity then grows as needed
             self.cache.reserve(len(self.ids))
         rows = Rows.chain(self.ids[self.committed : end], self.committed)

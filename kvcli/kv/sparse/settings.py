@@ -31,6 +31,11 @@ class SparseMethod:
         return None
 
     @property
+    def prompt_segment(self) -> int | None:
+        """Tokens of a prompt that run in one pass because they select together; None = no tokens do."""
+        return None
+
+    @property
     def describe_read(self) -> str:
         """Share of a long sequence that a row reads, in words; "" = all of it."""
         return ""
@@ -72,12 +77,21 @@ class _PageSelection(SparseMethod):
     selection_interval: Annotated[int, Range(1)] = 64  # generated tokens between two compression points
     choice: Literal["row", "interval"] = "row"  # select pages for each token, or once per `selection_interval`
     cutoff: Annotated[float, Range(0, below=1)] = 0.0  # skip pages with less than this share of attention; 0 = off
+    mass: Annotated[float, Range(above=0, most=1)] = 1.0  # select no more pages at this share of attention; 1 = off
+    rows: Literal["answer", "prompt", "all"] = "answer"  # tokens that select pages; the others read everything
+    segment: Annotated[int, Range(1)] = 512  # tokens of a prompt that select together, and run in one pass
 
     exactness_label: ClassVar[Exactness] = "approx"
 
     @property
+    def prompt_segment(self) -> int | None:
+        return None if self.rows == "answer" else self.segment
+
+    @property
     def describe_read(self) -> str:
-        return f"{self.fraction:.0%} of the text for each token, at least {self.floor:,} tokens"
+        of = {"answer": "token", "prompt": f"{self.segment} tokens of a prompt", "all": "token or segment of a prompt"}
+        share = f"{self.fraction:.0%} of the text" if self.mass == 1 else f"{self.mass:.0%} of the attention"
+        return f"{share} for each {of[self.rows]}, at least {self.floor:,} tokens"
 
     def bind(self, store: KVCache, source: PageSource, attention_params: Sequence[AttentionParams | None]) -> KVCache:
         from kvcli.kv.sparse.sparse_tier import SparseCache
@@ -116,11 +130,12 @@ class _PageSelection(SparseMethod):
 
         return {
             "index": self.index(),
-            "budget": PageBudget(self.fraction, self.floor, self.sinks, self.recent),
+            "budget": PageBudget(self.fraction, self.floor, self.sinks, self.recent, self.mass),
             "layers": self.layers(attention_params),
             "epsilon": self.allowance(),
             "cutoff": self.cutoff,
             "is_shared": self.choice == "interval",
+            "rows": self.rows,
             "source": source,
         }
 
@@ -231,3 +246,46 @@ class LowRank(_PageSelection):
 
     def _per_head(self, head_dim: int) -> float:
         return 4 * min(self.rank, head_dim) * head_dim  # directions
+
+
+@dataclass(frozen=True)
+class XAttention(_PageSelection):
+    """XAttention (Xu et al., 2025, arXiv 2503.16428): for prompts, pages with the highest antidiagonal sums of scores.
+
+    TODO
+    """
+
+    fraction: Annotated[float, Range(above=0, most=1)] = 1.0  # share of stored tokens that a KV head reads per segment
+    mass: Annotated[float, Range(above=0, most=1)] = 0.9  # select no more pages at this share of attention; 1 = off
+    rows: Literal["prompt"] = "prompt"  # tokens that select pages; the others read everything
+    page: Annotated[int, Range(1)] = 128  # tokens per page
+    stride: Annotated[int, Range(1)] = 8  # tokens per group, of which one score is computed for another group
+
+    def __post_init__(self) -> None:
+        if self.page % self.stride:
+            raise ValueError(f"page = {self.page} is no multiple of stride = {self.stride}")
+
+    def index(self) -> PageIndex:
+        from kvcli.kv.sparse import index_antidiagonal
+
+        return index_antidiagonal.Antidiagonal(self.page, self.stride)
+
+    def _per_slot(self, head_dim: int, number: int) -> float:
+        return head_dim * number + PER_PAGE / self.page
+
+
+@dataclass(frozen=True)
+class CritiPrefill(MinMax):
+    """CritiPrefill (Lv et al., 2024, arXiv 2409.12490): for prompts, pages whose extreme keys suit a segment's middle.
+
+    TODO
+    """
+
+    floor: Annotated[int, Range(1)] = 2048  # tokens read per KV head; smaller tiers are read in full
+    rows: Literal["prompt"] = "prompt"  # tokens that select pages; the others read everything
+    page: Annotated[int, Range(1)] = 32  # tokens per page
+
+    def index(self) -> PageIndex:
+        from kvcli.kv.sparse import index_minmax
+
+        return index_minmax.Middles(self.page)

@@ -18,7 +18,7 @@ from __future__ import annotations
 import math
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -43,6 +43,7 @@ from kvcli.kv.sparse.page_source import PageSource
 from kvcli.kv.sparse.pages import PageBudget, PageCache, Pages, padded
 from kvcli.kv.tiers.device_tables import DeviceCache
 
+SelectingRows = Literal["answer", "prompt", "all"]
 UNREAD: Loss = "unread"
 BY_ROW = "tokens select the pages they read (sparse.method)"  # why passes are not captured
 AHEAD = 0.25  # prefetched pages (the best that no row selected), as a share of the pages that a row may select
@@ -77,13 +78,15 @@ class SparseTier:
         epsilon: float | None = None,
         cutoff: float = 0.0,
         is_shared: bool = False,
+        rows: SelectingRows = "answer",
     ) -> None:
         """`source`: read access to single slots of the tier.
 
         `epsilon`: a row that may miss more than this share of its softmax mass over stored slots reads all of them.
 
         `cutoff`: units whose score is below this share of a row's mass are not read, even if the budget allows.
-        `is_shared`: the first row after a compression point selects for all rows until the next one."""
+        `is_shared`: the first row after a compression point selects for all rows until the next one. `rows`: which
+        rows select; others read all slots."""
         assert epsilon is None or index.is_bound, "an error bound is set, but scores of the index are no bounds"
         self._tier, self._index, self._epsilon = tier, index, epsilon
         self._source = source
@@ -93,23 +96,25 @@ class SparseTier:
         self._late = dict.fromkeys(self._pages, 0)  # slots per head stored since the compression point
         self._chosen: dict[int, Tensor] = {}  # [K, X] selected by the last pass
         self._least = math.log(cutoff) if cutoff else -math.inf
-        self._is_shared = is_shared
+        self._is_shared, self._rows = is_shared, rows
         self._choice: dict[int, Tensor] = {}  # [K, 1, X] of the first row after the compression point
         self.tally = PageStats()
 
     @property
     def batch_variant_reason(self) -> str:
-        """Reason of the tier. Sparse attention adds none: the choice of kernels depends on data types alone."""
-        return self._tier.batch_variant_reason
+        """Reason of the tier, or that rows of a prompt select together. Rows of an answer add no reason: the choice of
+        kernels depends on data types alone."""
+        return self._tier.batch_variant_reason or ("" if self._rows == "answer" else "sparse.rows")
 
     def attend(
         self, layer: int, q: Tensor, params: AttentionParams, pos: Sequence[int], own: NewRows | None = None
     ) -> list[PartialAttention]:
         """Attend from rows q [H, N, D] at positions pos [N] to selected pages, newer slots and new KV `own`."""
         pages = self._pages.get(layer)
-        if pages is None or pages.reads_all or params.window is not None or params.is_prompt:
+        selects = self._rows in ("all", "prompt" if params.is_prompt else "answer")
+        if pages is None or pages.reads_all or params.window is not None or not selects:
             return self._tier.attend(layer, q, params, pos, own)
-        rows = min(ROWS, max(1, SCORES // (q.shape[0] * pages.open.shape[1])))
+        rows = q.shape[1] if params.is_prompt else min(ROWS, max(1, SCORES // (q.shape[0] * pages.open.shape[1])))
         old = [self._recall(layer, pages, q[:, a : a + rows], params) for a in range(0, q.shape[1], rows)]
         parts = (
             old
@@ -212,22 +217,24 @@ class SparseTier:
         """Attend from q [H, N, D] to the selected pages, or to all slots if the error bound is exceeded."""
         n_kv, (h, n, d) = pages.whole.shape[0], q.shape
         rows = q.reshape(n_kv, h // n_kv, n, d)
-        is_shared = self._is_shared and not params.is_draft  # drafts over a separate cache precede the first row
+        # drafts over a separate cache precede the first row
+        is_shared = self._is_shared and not params.is_draft and not params.is_prompt
         chosen, score = self._choice.get(layer) if is_shared else None, None
         if chosen is None or self._epsilon is not None:
-            score = self._index.score(rows.flatten(1, 2), pages.kept, pages.shared, params)
-            score = score.view(*rows.shape[:3], -1)  # [K, G, N, X]
+            scored = self._index.sample(rows) if params.is_prompt else rows
+            score = self._index.score(scored.flatten(1, 2), pages.kept, pages.shared, params)
+            score = score.view(*scored.shape[:3], -1)  # [K, G, N or R, X]
         if chosen is None:
             assert score is not None
-            chosen = _choose(score[:, :, :1] if is_shared else score, pages, self._least)  # [K, N or 1, X]
+            segments = score.unsqueeze(2) if params.is_prompt else score.unsqueeze(3)  # of many rows, or of one
+            chosen = _choose(segments[:, :, :1] if is_shared else segments, pages, self._least)  # [K, N or 1, X]
             if is_shared:
                 self._choice[layer] = chosen
         self._count(layer, chosen, n)
-        chosen = chosen.expand(-1, n, -1).contiguous()
         part = self._read(layer, pages, q, chosen, params, score)
         if self._epsilon is not None:
             assert score is not None
-            missed = log_masses(score, pages.held.unsqueeze(1) & ~chosen)  # [K, G, N]
+            missed = log_masses(score, (pages.held.unsqueeze(1) & ~chosen).expand(-1, n, -1))  # [K, G, N]
             out, lse = (t.view(*rows.shape[:3], *t.shape[2:]) for t in (part.out, part.lse))
             refused = _refused(missed, lse, self._epsilon)
             self._stream(layer, pages, rows, refused, PartialAttention(out, lse), params)
@@ -247,7 +254,8 @@ class SparseTier:
     ) -> PartialAttention:
         """Attend from each row to its own selection, as a separate sequence, so that the result is batch invariant.
 
-        Without such a kernel, all rows attend to the union of their selections, each masked to its own.
+        `chosen` [K, N, X], or [K, 1, X] if all rows share one. Without such a kernel, all rows attend to the union of
+        their selections, each masked to its own.
         """
         grain, n_rows = self._index.selection_unit, q.shape[1]
         first = pages.whole * self._index.page
@@ -269,7 +277,7 @@ class SparseTier:
             each = SelectedPages(in_union, grain, [union.shape[1] * grain] * len(left), left)
             return attend_part(q, _run_of(s), pos, scale, window=WIDEST, softcap=softcap, chosen=each)
         shown = torch.nn.functional.pad(in_union.repeat_interleave(grain, 2), (0, max(left)), value=True)
-        shown &= (s.pos >= 0).unsqueeze(1)
+        shown = (shown & (s.pos >= 0).unsqueeze(1)).expand(-1, n_rows, -1)
         # no mask is faster; an error bound needs one, because without it the kernel may round scores to 16 bits
         is_bare = n_rows == 1 and self._epsilon is None and bool(shown.all())
         return attend(q, s.k, s.v, scale, softcap=softcap, mask=None if is_bare else shown)
@@ -303,21 +311,37 @@ class SparseTier:
 
 
 def _choose(score: Tensor, pages: Pages, least: float) -> Tensor:
-    """Select units by score [K, G, N, X] -> [K, N, X]: the best `most` of each row and KV head, and those always read.
+    """Select units for N segments by the scores of their rows [K, G, N, R, X] -> [K, N, X]: the best `most` of each
+    segment and KV head, and those always read. A row of an answer is a segment of one row.
 
-    Units are ranked by their largest share of the mass in any query head of the group, because heads differ in scale.
-    `least`: log of the share below which no unit is read.
+    Units are ranked by their largest share of the mass in any query head of the group, because heads differ in scale;
+    in a head, that is the mean share in the rows. `least`: log of the share below which no unit is read.
     """
-    share = (score - log_masses(score, pages.held).unsqueeze(-1)).amax(1)  # [K, N, X]
+    k, g, n, r, x = score.shape
+    by_row = score - log_masses(score.reshape(k, g, n * r, x), pages.held).view(k, g, n, r, 1)
+    by_head = by_row.squeeze(3) if r == 1 else by_row.logsumexp(3) - math.log(r)  # [K, G, N, X]
+    share = by_head.amax(1)
     chosen = _best(share.masked_fill(~pages.open.unsqueeze(1), -torch.inf), pages.most, pages.index)
     if least > -math.inf:
         chosen &= share >= least
+    if pages.budget.mass < 1:
+        chosen &= _holding(by_head, pages).any(1)
     return chosen & pages.open.unsqueeze(1) | pages.always.unsqueeze(1)
+
+
+def _holding(share: Tensor, pages: Pages) -> Tensor:
+    """Return the fewest units that hold the budget's mass with those always read, by log share [K, G, N, X]."""
+    mass, first = share.exp(), pages.always.view(pages.always.shape[0], 1, 1, -1)
+    order = (mass + 2 * first).sort(dim=-1, descending=True, stable=True).indices
+    ranked = mass.gather(-1, order)
+    return torch.zeros_like(mass, dtype=torch.bool).scatter_(
+        -1, order, ranked.cumsum(-1) - ranked < pages.budget.mass
+    )
 
 
 def _best(share: Tensor, most: int, index: PageIndex) -> Tensor:
     """Return a mask [K, N, X] of the `most` best units of each row. On equal scores the first units win."""
-    top = share.topk(most, -1)
+    top = share.topk(min(most, share.shape[-1]), -1)
     if index.selection_unit == index.page:
         return torch.zeros_like(share, dtype=torch.bool).scatter_(2, top.indices, True)
     least = top.values[..., -1:]
