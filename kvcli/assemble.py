@@ -279,6 +279,7 @@ def session(
         view=view(lm, kv, drafter),
         policy=policy(lm, profile) if profile.policy.compression_interval is not None else None,
         chunk=chunk(lm, profile),
+        is_whole=profile.sparse.prompt_segment is not None,
         every=compression_interval(profile),
         companions=companions(lm, profile),
         kinds=torch.frombuffer(bytearray(kinds), dtype=torch.int8) if kinds else None,

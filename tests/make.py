@@ -28,6 +28,7 @@ from kvcli.kv.offload.host_access import AutoAccess, CpuAttention, StreamedCopy,
 from kvcli.kv.offload.transfer import bus_of
 from kvcli.kv.slots import KVCache, LayerShape, Tier, Window, alike, windows_of
 from kvcli.kv.sparse.index import PageIndex
+from kvcli.kv.sparse.index_antidiagonal import Antidiagonal
 from kvcli.kv.sparse.index_certified import Certified
 from kvcli.kv.sparse.index_cluster import Clusters
 from kvcli.kv.sparse.index_lowrank import LowRank
@@ -60,6 +61,7 @@ LOADING = inspect.signature(wrap_lm).parameters.keys() - {"model"}
 # sparse attention over the whole KV cache; "chosen once" by the first row after a compression point
 INDEXES: dict[str, PageIndex] = {"minmax": MinMax(3), "sketch": Sketch(3), "certified": Certified(3)}
 INDEXES |= {"cluster": Clusters(6, 2), "lowrank": LowRank(3, 5), "chosen once": Sketch(3)}
+INDEXES |= {"segments": Antidiagonal(4, 2)}  # rows of a prompt select alone
 # old slots in other formats, in four bits, or in fewer numbers
 FORMS: dict[str, BlockFormat] = {
     "before": Kivi("before"),
@@ -163,6 +165,7 @@ def cache(name: str, of: Of, dtype: torch.dtype | None = None) -> KVCache:
     if name in INDEXES:
         epsilon = 0.3 if name == "certified" else None
         how: dict[str, Any] = {"epsilon": epsilon, "source": top, "is_shared": name == "chosen once"}
+        how |= {"of_answers": name != "segments", "of_prompts": name == "segments"}
         return SparseCache(top, INDEXES[name], PageBudget(0.1, 4, 2, 5), recalled, **how)
     if name in FORMS:
         return tiered(of, TierLevel(coded(FORMS[name])), **small)

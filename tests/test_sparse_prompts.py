@@ -28,10 +28,10 @@ PARAMS = AttentionParams(0.3, is_prompt=True)
 INDEXES: dict[str, PageIndex] = {"xattention": Antidiagonal(4, 2), "critiprefill": Middles(4), "sketch": Sketch(4)}
 
 
-def sparse(lm: LM, index: PageIndex, rows: str = "prompt", mass: float = 1.0, most: int = 8) -> SparseCache:
+def sparse(lm: LM, index: PageIndex, of_prompts: bool = True, mass: float = 1.0, most: int = 8) -> SparseCache:
     """A cache whose layers all select."""
     dense, budget = make.dense(lm), PageBudget(0.01 if mass == 1 else 1.0, most, 2, 3, mass)
-    return SparseCache(dense, index, budget, range(len(lm.shapes)), source=dense, rows=rows)
+    return SparseCache(dense, index, budget, range(len(lm.shapes)), source=dense, of_prompts=of_prompts)
 
 
 def antidiagonal_shares(q: Tensor, k: Tensor, block: int, stride: int, scale: float) -> Tensor:
@@ -53,7 +53,7 @@ def middle_scores(q: Tensor, k: Tensor, block: int) -> Tensor:
 def chosen_pages(index: PageIndex, q: Tensor, k: Tensor, budget: PageBudget) -> list[int]:
     """The pages of one head that the rows q [N, D] select of the keys k [S, D]."""
     dense = make.dense((1, 1, k.shape[1]), torch.float32)
-    cache = SparseCache(dense, index, budget, [0], source=dense, rows="prompt")
+    cache = SparseCache(dense, index, budget, [0], source=dense, of_prompts=True)
     cache.append(0, k.unsqueeze(0), torch.randn_like(k).unsqueeze(0), 0)
     cache.compress()
     cache.attend(0, q.unsqueeze(0), PARAMS, range(len(k), len(k) + len(q)))
@@ -90,7 +90,7 @@ def test_a_segment_attends_to_the_pages_that_it_selects(name: str) -> None:
     torch.manual_seed(2)
     q, k, v = torch.randn(2, 5, 6), torch.randn(1, 40, 6), torch.randn(1, 40, 6)
     dense = make.dense((1, 1, 6), torch.float32)
-    cache = SparseCache(dense, INDEXES[name], PageBudget(0.01, 8, 2, 3), [0], source=dense, rows="prompt")
+    cache = SparseCache(dense, INDEXES[name], PageBudget(0.01, 8, 2, 3), [0], source=dense, of_prompts=True)
     cache.append(0, k, v, 0)
     cache.compress()
     (part,) = cache.attend(0, q, PARAMS, range(40, 45))
@@ -118,7 +118,7 @@ def test_one_selection_of_all_rows_has_the_bits_of_one_for_each(dtype: torch.dty
 
 def kv_after(lm: LM, cache: SparseCache, reads: Sequence[Sequence[int]], rows: int = 1000) -> Tensor:
     """The keys of all layers after a prompt was read in these parts, in passes of at most so many rows."""
-    session = make.session(lm, cache, chunk=SEGMENT)
+    session = make.session(lm, cache, chunk=SEGMENT, is_whole=True)
     for part in reads:
         engine = Engine(rows)
         task = engine.add(session.read(part))
@@ -133,7 +133,7 @@ def test_segments_lie_at_fixed_positions_of_the_text(name: str) -> None:
     ids = [(7 * i * i + 3 * i) % 90 for i in range(90)]
     mass = 0.6 if name == "xattention" else 1.0
     whole = kv_after(lm, sparse(lm, INDEXES[name], mass=mass), [ids])
-    dense = kv_after(lm, sparse(lm, INDEXES[name], rows="answer", mass=mass), [ids])
+    dense = kv_after(lm, sparse(lm, INDEXES[name], of_prompts=False, mass=mass), [ids])
     assert not torch.equal(whole, dense), "nothing was left out"
     for reads in ([ids[:33], ids[33:]], [ids[:17], ids[17:81], ids[81:]]):
         assert torch.equal(kv_after(lm, sparse(lm, INDEXES[name], mass=mass), reads), whole)

@@ -192,6 +192,18 @@ def budget_clashes(profile: Profile) -> Iterator[Conflict]:
         yield Conflict("memory.bits", key, f"{bits} are not in falling order", because)
 
 
+def segment_clashes(profile: Profile) -> Iterator[Conflict]:
+    """Conflicts of prompts whose tokens select pages together with passes of other tokens."""
+    if (segment := profile.sparse.prompt_segment) is None:
+        return
+    if profile.prefill.chunk < segment:
+        because = f"whose {segment} tokens of a segment run in one pass: set sparse.segment = {profile.prefill.chunk}"
+        yield Conflict("prefill.chunk", "sparse.method", f"{profile.prefill.chunk} is impossible", because)
+    if profile.prune.describe_read:
+        because = "whose passes have the tokens that are left: leave one of both out"
+        yield Conflict("sparse.method", "prune.method", "segments of a prompt are impossible", because)
+
+
 def cautions(profile: Profile, device: str) -> list[str]:
     """Notes on settings that have no effect on a device of this type, one line each."""
     if profile.memory.host == "auto" and device != "cuda":
@@ -240,6 +252,7 @@ RULES: Sequence[Callable[[Profile], Iterator[Conflict]]] = (
     form_clashes,
     demotion_clashes,
     budget_clashes,
+    segment_clashes,
     idle_keys,
     unread_keys,
     order_clashes,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Collection, Sequence
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from kvcli.engine.forward_request import (
     Coroutine,
@@ -179,9 +179,8 @@ class GenerationSession(SequenceState):
             self.cache.reserve(len(self.ids))
         rows = Rows.chain(self.ids[self.committed : end], self.committed)
         recorded = self.query_recorder.rows_to_record_in_chunk(self.committed, rows.n_rows)
-        result = yield ForwardRequest(
-            self.lm, rows, self.cache, self.view, record_queries=recorded, is_prompt=True, states=self.states
-        )
+        how: dict[str, Any] = {"is_prompt": True, "is_whole": self.runs_whole_chunks, "states": self.states}
+        result = yield ForwardRequest(self.lm, rows, self.cache, self.view, record_queries=recorded, **how)
         # the end of a chunk is a compression point; slots that windows hide go first, to make room for the chunk
         self.next_compression_at = end
         try:

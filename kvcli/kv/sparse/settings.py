@@ -1,4 +1,4 @@
-"""The `[sparse]` table of a profile: which slots of the KV cache decoding rows read (sparse attention)."""
+"""The `[sparse]` table of a profile: which slots of the KV cache rows read (sparse attention)."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ class FullAttention(SparseMethod):
 class _PageSelection(SparseMethod):
     """Settings of all sparse methods. Sparse attention applies to the only tier, or to all tiers below the first.
 
-    Prompt tokens attend to the whole KV cache.
+    Prompt tokens attend to the whole KV cache, unless `segment` is set.
     """
 
     fraction: Annotated[float, Range(above=0, most=1)] = 0.03  # share of stored tokens that a KV head reads per token
@@ -78,20 +78,21 @@ class _PageSelection(SparseMethod):
     choice: Literal["row", "interval"] = "row"  # select pages for each token, or once per `selection_interval`
     cutoff: Annotated[float, Range(0, below=1)] = 0.0  # skip pages with less than this share of attention; 0 = off
     mass: Annotated[float, Range(above=0, most=1)] = 1.0  # select no more pages at this share of attention; 1 = off
-    rows: Literal["answer", "prompt", "all"] = "answer"  # tokens that select pages; the others read everything
-    segment: Annotated[int, Range(1)] = 512  # tokens of a prompt that select together, and run in one pass
+    segment: Annotated[int, Range(0)] = 0  # tokens of a prompt that select together, in one pass; 0 = they read all
 
     exactness_label: ClassVar[Exactness] = "approx"
+    of_answers: ClassVar[bool] = True  # tokens of an answer select, too
 
     @property
     def prompt_segment(self) -> int | None:
-        return None if self.rows == "answer" else self.segment
+        return self.segment or None
 
     @property
     def describe_read(self) -> str:
-        of = {"answer": "token", "prompt": f"{self.segment} tokens of a prompt", "all": "token or segment of a prompt"}
+        readers = ["token"] if self.of_answers else []
+        readers += [f"{self.segment} tokens of a prompt"] if self.segment else []
         share = f"{self.fraction:.0%} of the text" if self.mass == 1 else f"{self.mass:.0%} of the attention"
-        return f"{share} for each {of[self.rows]}, at least {self.floor:,} tokens"
+        return f"{share} for each {' and each '.join(readers)}, at least {self.floor:,} tokens"
 
     def bind(self, store: KVCache, source: PageSource, attention_params: Sequence[AttentionParams | None]) -> KVCache:
         from kvcli.kv.sparse.sparse_tier import SparseCache
@@ -135,7 +136,8 @@ class _PageSelection(SparseMethod):
             "epsilon": self.allowance(),
             "cutoff": self.cutoff,
             "is_shared": self.choice == "interval",
-            "rows": self.rows,
+            "of_answers": self.of_answers,
+            "of_prompts": self.segment > 0,
             "source": source,
         }
 
@@ -190,6 +192,10 @@ class Certified(_PageSelection):
     epsilon: Annotated[float, Range(0, below=1)] = 0.01  # maximum share of attention that a head may miss
 
     exactness_label: ClassVar[Exactness] = "certified"
+
+    def __post_init__(self) -> None:
+        if self.segment:
+            raise ValueError(f"segment = {self.segment}, but errors are bounded for tokens of an answer only: set it to 0")
 
     def index(self) -> PageIndex:
         from kvcli.kv.sparse import index_certified
@@ -257,9 +263,11 @@ class XAttention(_PageSelection):
 
     fraction: Annotated[float, Range(above=0, most=1)] = 1.0  # share of stored tokens that a KV head reads per segment
     mass: Annotated[float, Range(above=0, most=1)] = 0.9  # select no more pages at this share of attention; 1 = off
-    rows: Literal["prompt"] = "prompt"  # tokens that select pages; the others read everything
+    segment: Annotated[int, Range(1)] = 256  # tokens of a prompt that select together, in one pass
     page: Annotated[int, Range(1)] = 128  # tokens per page
     stride: Annotated[int, Range(1)] = 8  # tokens per group, of which one score is computed for another group
+
+    of_answers = False
 
     def __post_init__(self) -> None:
         if self.page % self.stride:
@@ -282,8 +290,10 @@ class CritiPrefill(MinMax):
     """
 
     floor: Annotated[int, Range(1)] = 2048  # tokens read per KV head; smaller tiers are read in full
-    rows: Literal["prompt"] = "prompt"  # tokens that select pages; the others read everything
+    segment: Annotated[int, Range(1)] = 512  # tokens of a prompt that select together, in one pass
     page: Annotated[int, Range(1)] = 32  # tokens per page
+
+    of_answers = False
 
     def index(self) -> PageIndex:
         from kvcli.kv.sparse import index_minmax

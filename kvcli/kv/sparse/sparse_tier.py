@@ -7,6 +7,10 @@ The selection of a row depends only on its own query and on the slots stored at 
 rows of the pass or on which of its ancestors are committed. So any draft gives the same text as plain decoding over
 the same cache. For the same reason an error bound (`certified`) covers only slots stored at the compression point.
 
+Rows of a prompt select together: those of a pass are a segment, for which some rows, or what the index makes of them,
+are scored, and the mean over them ranks units (CritiPrefill, arXiv 2409.12490; XAttention, arXiv 2503.16428). Segments
+end at multiples of their length in the text, and no pass is cut, so a text has the same bits beside any others.
+
 Alternatively the first row after a compression point selects for all rows until the next one (LouisKV, arXiv
 2510.11292, also selects only now and then, and ActQKV, arXiv 2502.13542, by one query per window). No draft crosses a
 compression point, so this row is the same for any draft, and is the first of its pass. Draft rows and the drift of
@@ -18,7 +22,7 @@ from __future__ import annotations
 import math
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -43,7 +47,6 @@ from kvcli.kv.sparse.page_source import PageSource
 from kvcli.kv.sparse.pages import PageBudget, PageCache, Pages, padded
 from kvcli.kv.tiers.device_tables import DeviceCache
 
-SelectingRows = Literal["answer", "prompt", "all"]
 UNREAD: Loss = "unread"
 BY_ROW = "tokens select the pages they read (sparse.method)"  # why passes are not captured
 AHEAD = 0.25  # prefetched pages (the best that no row selected), as a share of the pages that a row may select
@@ -62,7 +65,7 @@ class PageStats:
 
 
 class SparseTier:
-    """A tier whose decoding rows read selected pages; prefill rows read all slots.
+    """A tier whose rows read selected pages.
 
     In layers with a sliding window, and in layers not listed, rows read all slots.
     """
@@ -78,15 +81,16 @@ class SparseTier:
         epsilon: float | None = None,
         cutoff: float = 0.0,
         is_shared: bool = False,
-        rows: SelectingRows = "answer",
+        of_answers: bool = True,
+        of_prompts: bool = False,
     ) -> None:
         """`source`: read access to single slots of the tier.
 
         `epsilon`: a row that may miss more than this share of its softmax mass over stored slots reads all of them.
 
         `cutoff`: units whose score is below this share of a row's mass are not read, even if the budget allows.
-        `is_shared`: the first row after a compression point selects for all rows until the next one. `rows`: which
-        rows select; others read all slots."""
+        `is_shared`: the first row after a compression point selects for all rows until the next one.
+        `of_answers`, `of_prompts`: these rows select, those of a pass over a prompt together; others read all slots."""
         assert epsilon is None or index.is_bound, "an error bound is set, but scores of the index are no bounds"
         self._tier, self._index, self._epsilon = tier, index, epsilon
         self._source = source
@@ -96,23 +100,23 @@ class SparseTier:
         self._late = dict.fromkeys(self._pages, 0)  # slots per head stored since the compression point
         self._chosen: dict[int, Tensor] = {}  # [K, X] selected by the last pass
         self._least = math.log(cutoff) if cutoff else -math.inf
-        self._is_shared, self._rows = is_shared, rows
+        self._is_shared = is_shared
+        self._selects = {False: of_answers, True: of_prompts}  # by `is_prompt`
         self._choice: dict[int, Tensor] = {}  # [K, 1, X] of the first row after the compression point
         self.tally = PageStats()
 
     @property
     def batch_variant_reason(self) -> str:
-        """Reason of the tier, or that rows of a prompt select together. Rows of an answer add no reason: the choice of
-        kernels depends on data types alone."""
-        return self._tier.batch_variant_reason or ("" if self._rows == "answer" else "sparse.rows")
+        """Reason of the tier. Sparse attention adds none: the choice of kernels depends on data types alone, and rows
+        that select together run in one pass."""
+        return self._tier.batch_variant_reason
 
     def attend(
         self, layer: int, q: Tensor, params: AttentionParams, pos: Sequence[int], own: NewRows | None = None
     ) -> list[PartialAttention]:
         """Attend from rows q [H, N, D] at positions pos [N] to selected pages, newer slots and new KV `own`."""
         pages = self._pages.get(layer)
-        selects = self._rows in ("all", "prompt" if params.is_prompt else "answer")
-        if pages is None or pages.reads_all or params.window is not None or not selects:
+        if pages is None or pages.reads_all or params.window is not None or not self._selects[params.is_prompt]:
             return self._tier.attend(layer, q, params, pos, own)
         rows = q.shape[1] if params.is_prompt else min(ROWS, max(1, SCORES // (q.shape[0] * pages.open.shape[1])))
         old = [self._recall(layer, pages, q[:, a : a + rows], params) for a in range(0, q.shape[1], rows)]
