@@ -171,8 +171,8 @@ def loadable_conditions(profile: Profile) -> list[CacheConditions]:
 
 
 def chunk(lm: LM, profile: Profile) -> int:
-    """Return the most tokens of a prefill pass: `prefill.chunk`, or the context window if that is smaller; a segment, if
-    rows of a prompt select together."""
+    """Return the most tokens of a prefill pass: a segment, if rows of a prompt select together; else `prefill.chunk`,
+    or the context window if that is smaller."""
     if segment := profile.sparse.prompt_segment:
         return int(segment)
     return min(profile.prefill.chunk, lm.limit if profile.context.limit == "auto" else int(profile.context.limit))

@@ -61,7 +61,8 @@ def call(
     if chosen is not None:
         assert chosen.pages.is_contiguous(), "choices are contiguous"
         heads_of, choices_of, n_pages = chosen.pages.shape
-        assert heads_of == kv and choices_of in (1, n), "a choice of each row, or one of all"
+        assert heads_of == kv, "a choice of each head"
+        assert choices_of in (1, n), "a choice of each row, or one of all"
         behind = array("q", (*chosen.behind, *chosen.left))
         choice = CHOSEN.pack(chosen.pages.data_ptr(), behind.buffer_info()[0], choices_of, n_pages, chosen.page)
         choices = array("q", choice)

@@ -356,6 +356,7 @@ def opened(
         policy=keep,
         every=every,
         chunk=chunk,
+        is_whole=storage == "segments",
         pruning=PRUNED.get(storage),
         by_layers=storage == "layers",
         reusing=CacheBlend(8, 0.4) if storage == "blend" else None,

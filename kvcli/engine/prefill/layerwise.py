@@ -62,7 +62,11 @@ class LayerwisePrefill:
         self.rows, self.recorded_rows, self.pruner = rows, recorded_rows, pruner
         self.queries: list[Tensor] = []  # per finished layer [H, len(recorded_rows), D]
         self.kv, self._lm, self._part = kv, lm, part
-        self._is_whole, self._may_revive, self.stopped = is_whole, may_revive, Stopped()  # deferred rows so far, if they may be revived
+        self._is_whole, self._may_revive, self.stopped = (
+            is_whole,
+            may_revive,
+            Stopped(),
+        )  # deferred rows so far, if they may be revived
         self._left = layer_groups(lm.shapes)  # layers left, the current ones first; a group runs together
         self._recorded_set = frozenset(recorded_rows)
         self._active: Sequence[int] = range(rows.n_rows)  # rows that run through the current layers, the active ones

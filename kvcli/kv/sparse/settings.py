@@ -195,7 +195,9 @@ class Certified(_PageSelection):
 
     def __post_init__(self) -> None:
         if self.segment:
-            raise ValueError(f"segment = {self.segment}, but errors are bounded for tokens of an answer only: set it to 0")
+            raise ValueError(
+                f"segment = {self.segment}, but errors are bounded for tokens of an answer only: set it to 0"
+            )
 
     def index(self) -> PageIndex:
         from kvcli.kv.sparse import index_certified

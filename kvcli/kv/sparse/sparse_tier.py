@@ -338,9 +338,7 @@ def _holding(share: Tensor, pages: Pages) -> Tensor:
     mass, first = share.exp(), pages.always.view(pages.always.shape[0], 1, 1, -1)
     order = (mass + 2 * first).sort(dim=-1, descending=True, stable=True).indices
     ranked = mass.gather(-1, order)
-    return torch.zeros_like(mass, dtype=torch.bool).scatter_(
-        -1, order, ranked.cumsum(-1) - ranked < pages.budget.mass
-    )
+    return torch.zeros_like(mass, dtype=torch.bool).scatter_(-1, order, ranked.cumsum(-1) - ranked < pages.budget.mass)
 
 
 def _best(share: Tensor, most: int, index: PageIndex) -> Tensor:
