@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from dataclasses import astuple, replace
 
+import psutil
 import pytest
 import torch
 from torch import Tensor
@@ -16,7 +18,7 @@ from kvcli.kernels.attend_invariant import NewRows
 from kvcli.kernels.merge_attention import merge_attention
 from kvcli.kv.capacity import CacheFootprint
 from kvcli.kv.formats.kivi import Kivi
-from kvcli.kv.slots import AttentionParams, LayerShape, Slots, alike, compact, last, nbytes
+from kvcli.kv.slots import AttentionParams, LayerShape, Slots, alike, compact, last, nbytes, zeros_on_demand
 from kvcli.kv.sparse.settings import FullAttention
 from kvcli.kv.tiers.dense import Dense
 from kvcli.kv.tiers.dense_uniform import UniformLayer
@@ -133,6 +135,28 @@ def test_reserved_room_is_counted_and_never_moves() -> None:
         kv.append(0, torch.ones(K, 1, D), torch.ones(K, 1, D), i)
     assert kv.slots(0).k.untyped_storage().data_ptr() == at
     assert nbytes(kv)["cpu"] == L * Dense.STEP * (2 * K * D * 4 + 4)
+
+
+def test_room_for_a_long_prompt_takes_memory_as_it_is_filled() -> None:
+    kv, this = make.dense((1, 4, 128), torch.float32), psutil.Process()
+    before = this.memory_info().rss
+    kv.reserve(1 << 14)
+    assert nbytes(kv)["cpu"] > 64 << 20
+    assert this.memory_info().rss - before < 16 << 20
+    kv.append(0, torch.ones(4, 7, 128), torch.ones(4, 7, 128), 0)
+    k = kv._slabs[0].k
+    assert (k[:, :7] == 1).all()
+    assert not k[:, 7:].any()
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
+def test_a_fork_does_not_write_into_the_room_of_its_parent() -> None:
+    room = zeros_on_demand(torch.zeros(0), 1 << 20)
+    if not (child := os.fork()):
+        room.numpy()[:] = 1
+        os._exit(0)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    assert not room.any()
 
 
 def test_positions_beside_keys_follow_those_on_the_host() -> None:

@@ -9,22 +9,27 @@ from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import aclosing
 from functools import cache
+from itertools import pairwise
+from pathlib import Path
 from typing import Any
 
 import pytest
 from torch import Tensor
 
 import kvcli
-from kvcli.api import End, Event, Turn, Waiting
+from kvcli.api import End, Event, Text, Turn, Waiting
+from kvcli.chat import engine_thread
 from kvcli.chat.admission import AdmissionQueue, Claim, EngineLimits
 from kvcli.chat.model import Model
 from kvcli.chat.text_session import TextSession
 from kvcli.chat.warm_sessions import WarmSessions
 from kvcli.engine import engine
-from kvcli.engine.engine import run
+from kvcli.engine.engine import run, run_to_end
 from kvcli.engine.forward_request import ForwardRequest, ForwardResult
+from kvcli.engine.sequence.sampler import Sampler
 from kvcli.errors import Busy, DoesNotFit
 from kvcli.kv.out_of_memory import CacheFull
+from kvcli.prefix_cache.prefix_cache import PrefixCache
 from tests import families
 from tests.bench import stress_sequences
 
@@ -220,6 +225,99 @@ def test_a_session_of_another_profile_gives_nothing() -> None:
         texts = [opened(i) for i in (3, 2, 0)]
         for text in texts:
             assert (await last(text.astream(asked(0)[0], max_new_tokens=2))).stats.cached == 0
+
+    asyncio.run(ask())
+
+
+# --- saved KV is loaded while others write
+
+
+@pytest.fixture
+def shelf(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Saved KV of the first prompt, which is loaded in as many pieces as possible: the passes run before each piece."""
+    pieces, passes, load, _ = list[int](), list[object](), PrefixCache.load_by_layer, [alone(0), alone(4)]
+    monkeypatch.setattr(demo(), "prefix_cache", PrefixCache(tmp_path, 1 << 30, demo().lm, min_work=0))
+    monkeypatch.setattr(engine_thread, "PIECE", -1.0)
+    with demo().open("exact", set=SMALL) as text:
+        text.session.start_answer(asked(0)[0], Sampler())
+        run_to_end(text.session.read(asked(0)[0]))
+        assert text.keep().nbytes
+
+    def counted(*given: Any) -> Iterator[None]:
+        for _ in load(*given):
+            pieces.append(len(passes))
+            yield
+
+    monkeypatch.setattr(engine, "run", lambda requests: passes.append(requests) or run(requests))  # type: ignore[func-returns-value]
+    monkeypatch.setattr(PrefixCache, "load_by_layer", counted)
+    return pieces
+
+
+async def beside(load: AsyncIterator[Event], older: TextSession) -> tuple[Turn, Turn]:
+    """An answer that loads its prompt while another one, which is much longer, is written."""
+    long = {**asked(4)[1], "max_new_tokens": 60}
+    events = list[Event]()
+    running = asyncio.create_task(last(older.astream(asked(4)[0], **long), events))
+    while not any(isinstance(event, Text) for event in events):
+        await asyncio.sleep(0.001)
+    return await last(load), await running
+
+
+def test_others_take_a_step_between_two_pieces_of_saved_kv(shelf: list[int]) -> None:
+    async def ask() -> None:
+        text, older = (demo().open("exact", set=SMALL) for _ in range(2))
+        turn, other = await beside(text.astream(asked(0)[0], **asked(0)[1]), older)
+        assert turn.ids == alone(0)[0].ids
+        assert turn.stats.cached == len(asked(0)[0]) - 1
+        assert other.ids[:NEW] == alone(4)[0].ids
+        assert len(shelf) == 2 * len(demo().lm.storing), "layers are made, then filled"
+        assert [now - before for before, now in pairwise(shelf)] == [1] * (len(shelf) - 1)
+
+    asyncio.run(ask())
+
+
+def test_who_leaves_between_two_pieces_keeps_nothing_of_them(shelf: list[int]) -> None:
+    async def ask() -> None:
+        text, older = (demo().open("exact", set=SMALL) for _ in range(2))
+
+        async def leaving() -> AsyncIterator[Event]:
+            stream = text.astream(asked(0)[0], **asked(0)[1])
+            first = asyncio.ensure_future(anext(stream))
+            while len(shelf) < 2:
+                await asyncio.sleep(0)
+            first.cancel()
+            await asyncio.gather(first, return_exceptions=True)
+            assert (text.session.committed, text.session.cache.n_slots(0)) == (0, 0)
+            shelf.clear()
+            async for event in text.astream(asked(0)[0], **asked(0)[1]):
+                yield event
+
+        turn, _ = await beside(leaving(), older)
+        assert turn.ids == alone(0)[0].ids
+        assert turn.stats.cached == len(asked(0)[0]) - 1
+
+    asyncio.run(ask())
+
+
+def test_who_is_preempted_between_two_pieces_prefills_the_prompt(
+    shelf: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def ask() -> None:
+        text, older = (demo().open("exact", set=SMALL) for _ in range(2))
+        real, before = engine.run, demo().engine.snapshot().preempted
+
+        def failing(requests: Sequence[ForwardRequest], *more: Any) -> list[ForwardResult]:
+            if len(shelf) == 2:
+                shelf.append(0)
+                raise CacheFull("injected")
+            return real(requests, *more)
+
+        monkeypatch.setattr(engine, "run", failing)
+        turn, other = await beside(text.astream(asked(0)[0], **asked(0)[1]), older)
+        assert (turn.ids, turn.stats.cached) == (alone(0)[0].ids, 0)
+        assert other.ids[:NEW] == alone(4)[0].ids
+        assert other.stats.shortages == []
+        assert demo().engine.snapshot().preempted == before + 1
 
     asyncio.run(ask())
 

@@ -8,6 +8,8 @@ from dataclasses import dataclass, field
 from itertools import zip_longest
 from typing import TYPE_CHECKING, Any
 
+from kvcli.api import Waiting
+
 if TYPE_CHECKING:
     from kvcli.chat.turn import TurnRun
     from kvcli.engine.engine import EngineTask
@@ -21,6 +23,10 @@ class EngineLimits:
     pool_bytes: int | None = None  # memory of the KV of all sessions; None = what is free beside the weights
     queue: int = 256  # most answers that wait
     skips: int = 8  # most answers that begin before an earlier answer, for which too little memory is left
+
+
+class Pause(Waiting):
+    """The answer waits for one engine step of the others."""
 
 
 @dataclass(eq=False, slots=True)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import Counter, deque
-from collections.abc import AsyncGenerator, Callable, Generator
+from collections.abc import AsyncGenerator, Callable, Generator, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from functools import partial
@@ -14,12 +14,14 @@ from typing import Any
 from weakref import WeakKeyDictionary
 
 from kvcli.api import Waiting
-from kvcli.chat.admission import AdmissionQueue, Claim, EngineLimits
+from kvcli.chat.admission import AdmissionQueue, Claim, EngineLimits, Pause
 from kvcli.chat.engine_status import EngineStatus
 from kvcli.engine.engine import Engine
 from kvcli.engine.forward_request import ForwardRequest, ForwardResult
 from kvcli.errors import Busy, DoesNotFit
 from kvcli.kv.out_of_memory import Preempted
+
+PIECE = 0.05  # seconds of work for one sequence, after which others take their engine steps
 
 
 class EngineThread:
@@ -139,6 +141,15 @@ class EngineThread:
             return True
         return False
 
+    def in_turns(self, session: Any, work: Iterator[None]) -> Generator[Waiting]:
+        """Run work for the session's answer in pieces of `PIECE` seconds, between which other answers run here take
+        their engine steps."""
+        began, is_here = time.monotonic(), any(claim.session is session for claim in self._running)
+        for _ in work:
+            if is_here and len(self._running) > 1 and time.monotonic() - began > PIECE:
+                yield Pause(0)
+                began = time.monotonic()
+
     @property
     def _pool_bytes(self) -> int:
         return self._free_bytes() if self.limits.pool_bytes is None else self.limits.pool_bytes
@@ -247,7 +258,10 @@ class EngineThread:
                     output = work.throw(error)
                 else:
                     output = work.send(result)
-            self._park(claim)
+            if isinstance(output, Pause) and self._pool is not None:
+                self._pool.submit(self._resume, claim)  # behind the next engine step
+            else:
+                self._park(claim)
         except StopIteration:
             self._end(claim)
         except GeneratorExit:
@@ -255,6 +269,11 @@ class EngineThread:
         except BaseException as error:
             self._end(claim, error)
             raise
+
+    def _resume(self, claim: Claim) -> None:
+        """Continue a claim after a pause, unless it has left or was parked meanwhile."""
+        if claim in self._running and claim.task is not None and claim.task.is_over:
+            claim.task = self._engine.add(self._drive(claim), claim.tell)
 
     def _park(self, claim: Claim) -> None:
         claim.tell(Waiting(len(self._parked)))

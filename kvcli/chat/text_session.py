@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Iterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Generator, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, replace
 from functools import partial
@@ -11,7 +11,7 @@ from inspect import GEN_CLOSED, GEN_RUNNING, getgeneratorstate
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from kvcli import assemble
-from kvcli.api import Cancel, End, Event, Events, Prompt, Read, Turn, turn_of
+from kvcli.api import Cancel, End, Event, Events, Prompt, Read, Turn, Waiting, turn_of
 from kvcli.chat.admission import Claim
 from kvcli.chat.loaded_model import LoadedModel
 from kvcli.chat.overflow import ContextWindow
@@ -109,9 +109,8 @@ class TextSession:
         self.switch_profile(self.model.under(profile))
         return AnswerSettings(self.profile, self.limit, self.writer)
 
-    def fetch(self, ids: Sequence[int]) -> int:
-        """Load KV of the prompt from the pack, another session and the prefix cache; returns how many tokens need no
-        prefill."""
+    def fetch(self, ids: Sequence[int]) -> Generator[Waiting]:
+        """Load KV of the prompt from the pack, another session and the prefix cache."""
         found = [self.session.committed]
         if self.pack is not None:
             self.pack.fetch(self.session, ids)
@@ -122,13 +121,17 @@ class TextSession:
         if (prefixes := self.model.prefix_cache) is not None and not self.session.condensed:
             with catch_cache_full():  # without room, the prompt is prefilled
                 for conditions in (ways := assemble.loadable_conditions(self.profile)):
-                    prefixes.load_prefix(self.session, ids, conditions)
+                    yield from self.model.engine.in_turns(self, prefixes.load_by_layer(self.session, ids, conditions))
                 if (reuse := assemble.span_reuse(self.session, self.profile)) is not None and ways[-1].is_intact:
                     reuse.add(prefixes.find_spans(self.session, ids, ways[-1], reuse.min_span))
         found.append(self.session.committed)
         for name, n, before in zip(("warm", "copy", "disk"), found, (0, *found), strict=False):
             self.model.engine.reused[name] += n - before
-        return self.session.committed
+
+    def _forget(self, ids: Sequence[int]) -> Generator[Waiting]:
+        """Drop the KV of the prompt, which is prefilled again."""
+        self.session.rewind(0)
+        yield from ()
 
     def read_ahead(self, ids: Sequence[int]) -> None:
         """Read files of the prefix cache for this prompt, so that the engine does not wait for the disk in a step."""
@@ -368,7 +371,7 @@ class TextSession:
             AnswerSettings(self.profile, self.limit, self.writer),
             tokenizer=self.tokenizer,
             load_seconds=self.info.load_seconds,
-            fetch=(lambda ids: self.session.rewind(0)) if prompt_logprobs else self.fetch,
+            fetch=self._forget if prompt_logprobs else self.fetch,
             switch=self._degrade,
             free_memory=partial(model.engine.free_memory, self),
         )

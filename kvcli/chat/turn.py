@@ -257,13 +257,13 @@ class TurnRun:
         *,
         tokenizer: PreTrainedTokenizerBase,
         load_seconds: float,
-        fetch: Callable[[Sequence[int]], int],
+        fetch: Callable[[Sequence[int]], Generator[Waiting]],
         switch: Callable[[Profile], AnswerSettings],
         free_memory: Callable[[], Generator[Waiting, None, bool]],
     ) -> None:
-        """`fetch`: loads saved KV of the prompt, and returns how many tokens need no prefill. `switch`: returns the
-        terms under another profile of the same weights. `free_memory`: frees memory of other sequences after a pass
-        that lacked it, perhaps after a wait; False = there is none.
+        """`fetch`: loads saved KV of the prompt. `switch`: returns the terms under another profile of the same weights.
+        `free_memory`: frees memory of other sequences after a pass that lacked it, perhaps after a wait; False = there
+        is none.
         """
         self.session, self.terms, self._asked = session, terms, asked
         self._fetch, self._switch, self._free_memory = fetch, switch, free_memory
@@ -309,8 +309,11 @@ class TurnRun:
         constraint, profile, began = None if self._waits else asked.constraint, self.terms.profile, time.perf_counter()
         stats.cached = session.start_answer(
             asked.ids, asked.sampler, constraint, asked.kind_spans,
-            is_scored=self._scores is not None, fetch=self._fetch, replays=not assemble.is_lossless(profile),
+            is_scored=self._scores is not None, replays=not assemble.is_lossless(profile),
         )  # fmt: skip
+        yield from self._fetch(asked.ids)
+        if session.committed != stats.cached:
+            stats.cached = session.skip_loaded()
         fetched = time.perf_counter() - began
         by_layers = profile.prune.describe_read or profile.prefill.order == "layers"
         stats.order = "layers" if by_layers else "chunks"

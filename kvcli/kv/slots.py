@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import mmap
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal, Protocol
@@ -15,6 +17,7 @@ from kvcli.kv.snapshot import Snapshottable
 from kvcli.kv.tiers.device_tables import DeviceCache, LowerLayer
 
 POSITION = 4  # bytes of a slot's position
+ON_DEMAND = 1 << 20  # bytes of a tensor from which memory is taken page by page
 
 
 @dataclass(frozen=True, slots=True)
@@ -271,6 +274,17 @@ def empty(of: LayerShape, dtype: torch.dtype, device: torch.device | str = "cpu"
     """Return empty keys and values [K, 0, ..]."""
     k, v = (torch.empty(of.n_kv_heads, 0, dim, dtype=dtype, device=device) for dim in (of.k_dim, of.v_dim))
     return k, k if of.rank else v
+
+
+def zeros_on_demand(like: Tensor, *shape: int) -> Tensor:
+    """Return zeros [shape]. A large tensor in host memory gets each page when that is first written, so that room for
+    a long prompt takes no time in which other sequences wait."""
+    nbytes = math.prod(shape) * like.dtype.itemsize
+    if not like.is_cpu or nbytes < ON_DEMAND:
+        return like.new_zeros(shape)
+    # private: a process that forks must not write into the memory of the other; Windows has no such flag
+    private = {"flags": mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS} if hasattr(mmap, "MAP_PRIVATE") else {}
+    return torch.frombuffer(mmap.mmap(-1, nbytes, **private), dtype=like.dtype).view(shape)
 
 
 def empty_like(s: Slots) -> Slots:

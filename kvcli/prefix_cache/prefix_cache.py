@@ -125,9 +125,16 @@ class PrefixCache:
 
     def load_prefix(self, session: GenerationSession, ids: Sequence[int], shaping: CacheConditions = INTACT) -> int:
         """Load the saved KV of the longest prefix of `ids` into a session; return the tokens that need no prefill."""
+        for _ in self.load_by_layer(session, ids, shaping):
+            pass
+        return session.committed
+
+    def load_by_layer(
+        self, session: GenerationSession, ids: Sequence[int], shaping: CacheConditions = INTACT
+    ) -> Iterator[None]:
+        """Do what `load_prefix` does, and yield after each layer of a block; a snapshot is loaded at once."""
         if not self._is_in_blocks(shaping):
-            self._go_on(session, ids, shaping)
-            return session.committed
+            return self._go_on(session, ids, shaping)
         have, tree = session.committed, BlockTree(self._folder(session, shaping))
         while self._fields and len(ids) - 1 - have >= FEW:
             found = list(tree.match_prefix(ids[:-1]))
@@ -139,14 +146,13 @@ class PrefixCache:
                 have = session.rewind(0)
                 continue
             try:
-                session.adopt(ids, n, self._past(session, found, have, n, ids))
+                yield from session.adopt_by_layer(ids, n, self._past(session, found, have, n, ids))
             except CorruptFile:
                 continue  # the corrupt file was deleted: try the blocks before it
             except OSError:  # the file remains and would be found again
                 break
             mark_used([one.path for one in found])
             break
-        return session.committed
 
     def read_ahead(self, session: GenerationSession, ids: Sequence[int], shaping: CacheConditions = INTACT) -> None:
         """Read the files that `load_prefix` will read, which the system then has in memory. For any thread."""

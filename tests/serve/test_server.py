@@ -540,8 +540,9 @@ def test_the_prefix_cache_is_read_before_an_answer_waits_for_memory(served, monk
             threads.append(threading.current_thread().name)
             assert not served.host.model.engine.snapshot().running
 
-        def load_prefix(self, *_: Any) -> None:
+        def load_by_layer(self, *_: Any) -> Iterator[None]:
             threads.append(threading.current_thread().name)
+            yield
 
     monkeypatch.setattr(served.host.model, "prefix_cache", Prefixes())
     assert served.post(CHAT, HELLO).status_code == 200

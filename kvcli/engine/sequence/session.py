@@ -39,16 +39,15 @@ class GenerationSession(SequenceState):
 
     def start_answer(
         self, ids: Sequence[int], sampler: Sampler, constraint: Constraint | None = None,
-        spans: Sequence[KindSpan] = (), *, is_scored: bool = False,
-        fetch: Callable[[Sequence[int]], int] | None = None, replays: bool = False,
+        spans: Sequence[KindSpan] = (), *, is_scored: bool = False, replays: bool = False,
     ) -> int:  # fmt: skip
         """Prepare an answer to `ids`, sampled by `sampler` and restricted by `constraint`, to be generated after
         prefill.
 
         `spans`: kinds of tokens by position. `is_scored`: the logits of each step are read after it. The sequence is
-        rewound to the prefix that it shares with `ids`, then `fetch` may load more of their KV. Returns how many of
-        `ids` have their KV stored. With `replays`, `prefill` computes the others of that prefix as they were computed
-        first: an eviction behind it cannot be undone, but whether one happened there may depend on drafts.
+        rewound to the prefix that it shares with `ids`. Returns how many of them have their KV stored. With `replays`,
+        `prefill` computes the others of that prefix as they were computed first: an eviction behind it cannot be
+        undone, but whether one happened there may depend on drafts.
         """
         for companion in self.companions:
             companion.before_prompt(self, ids)
@@ -59,12 +58,16 @@ class GenerationSession(SequenceState):
             self.rewind(len(known))
         n = shared_length(known, ids)
         start = n if n == min(committed, len(known) - 1) < len(ids) else n - 1
-        self.answer_end, kept = None, self.resume(ids)
-        stored = kept if fetch is None else fetch(ids)
-        past = [one for one in self.prefills if one[0] < start] if replays and stored == kept else []
+        self.answer_end, stored = None, self.resume(ids)
+        past = [one for one in self.prefills if one[0] < start] if replays else []
         is_known = bool(past) and past[0][0] == 0 and past[-1][1] <= start + 1 and not self.condensed
         self.prefills = [*past, (start, len(ids))] if is_known else [(stored, len(ids))]
         return stored
+
+    def skip_loaded(self) -> int:
+        """Leave out of the prefill what was stored since `start_answer`. Returns how many tokens have their KV."""
+        self.prefills = [(self.committed, self.answer_at)]
+        return self.committed
 
     def add_input(self, ids: Sequence[int], constraint: Constraint | None = None) -> None:
         """Continue with `ids`, of which those that are new are input as a prompt is, for `compute`. `constraint`: that

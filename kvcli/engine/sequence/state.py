@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import math
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, NamedTuple, Self, TypeVar
@@ -248,19 +248,29 @@ class SequenceState:
 
         `past`: per layer, keys [K, M, D] and values [K, M, E] of tokens not yet stored, and the position of the first.
         """
+        for _ in self.adopt_by_layer(ids, n, past):
+            pass
+
+    def adopt_by_layer(
+        self, ids: Sequence[int], n: int, past: Iterable[tuple[int, Tensor, Tensor, int]]
+    ) -> Iterator[None]:
+        """Do what `adopt` does, and yield after each layer."""
         assert self.committed < n < len(ids), "no token would be added, or none would be pending"
-        self.append(past, n)
+        yield from self.append_by_layer(past, n)
         self.history.add(ids[len(self.ids) : n + 1])
         self.ids = list(ids[: n + 1])
         self.next_compression_at = self._next_compression()
 
-    def append(self, past: Iterable[tuple[int, Tensor, Tensor, int]], n: int) -> None:
-        """Store the KV of the tokens up to n, or nothing if that fails."""
+    def append_by_layer(self, past: Iterable[tuple[int, Tensor, Tensor, int]], n: int) -> Iterator[None]:
+        """Store the KV of the tokens up to n, and yield after each layer; nothing is stored if that does not end."""
         assert not self.lm.recurrent_layers, "the model has recurrent layers, whose states are not given"
         try:
-            self.cache.reserve(max(n, len(self.ids)))
+            for layer in self.lm.storing:
+                self.cache.reserve(max(n, len(self.ids)), [layer])
+                yield
             for layer, k, v, start in past:
                 self.cache.append(layer, k, v, start)
+                yield
         except BaseException:
             self.cache.crop(self.committed)
             raise

@@ -12,7 +12,7 @@ from torch import Tensor
 from kvcli.kernels.attend import attend
 from kvcli.kernels.attend_invariant import BLOCK, NewRows, StoredKV, attend_stored_and_new, serves
 from kvcli.kernels.merge_attention import PartialAttention
-from kvcli.kv.slots import AttentionParams, LayerShape, Slots, attend_new_only, picked, window_start
+from kvcli.kv.slots import AttentionParams, LayerShape, Slots, attend_new_only, picked, window_start, zeros_on_demand
 from kvcli.kv.snapshot import SnapshotReader, State
 from kvcli.kv.tiers.device_tables import DeviceLayer, grow_size, stays
 
@@ -284,7 +284,9 @@ class UniformLayer:
         cap, n = -(-room // self.step) * self.step, self.length - first
 
         def moved(t: Tensor) -> Tensor:
-            new = t.new_zeros(t.shape[0], cap, t.shape[2])
+            shape = t.shape[0], cap, t.shape[2]
+            # memory that was in use before has its pages, which a growing layer gets back
+            new = t.new_zeros(shape) if n else zeros_on_demand(t, *shape)
             new[:, :n] = t[:, first : self.length]
             return new
 

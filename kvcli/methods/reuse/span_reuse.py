@@ -92,7 +92,8 @@ class SpanReuse(Companion):
             rows = Rows.chain(text.ids[at : part.end], at)
             held = yield from self._recompute(rows, held, text.cache, part, source)
         self._foreign_from = min(self._foreign_from, at)
-        text.append([(layer, k, v, at) for layer, (k, v) in held.items()], part.end)
+        for _ in text.append_by_layer([(layer, k, v, at) for layer, (k, v) in held.items()], part.end):
+            pass
         self.reused += part.n
 
     def _rotated(self, layer: int, k: Tensor, run: MatchingSpan) -> Tensor:
