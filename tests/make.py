@@ -28,7 +28,6 @@ from kvcli.kv.offload.host_access import AutoAccess, CpuAttention, StreamedCopy,
 from kvcli.kv.offload.transfer import bus_of
 from kvcli.kv.slots import KVCache, LayerShape, Tier, Window, alike, windows_of
 from kvcli.kv.sparse.index import PageIndex
-from kvcli.kv.sparse.index_antidiagonal import Antidiagonal
 from kvcli.kv.sparse.index_certified import Certified
 from kvcli.kv.sparse.index_cluster import Clusters
 from kvcli.kv.sparse.index_lowrank import LowRank
@@ -50,6 +49,7 @@ from kvcli.methods.formats.rotatekv import RotateKV
 from kvcli.methods.formats.squat import Squat
 from kvcli.methods.formats.subgen import SubGen
 from kvcli.methods.formats.zipcache import ZipCache
+from kvcli.methods.sparse.antidiagonal import Antidiagonal
 from kvcli.settings.schema import Kv
 from tests import families, hybrids
 from tests.fake_bus import FakeBus

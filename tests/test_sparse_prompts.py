@@ -4,23 +4,27 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import replace
 from itertools import product
 
 import pytest
 import torch
 from torch import Tensor
 
-from kvcli.engine.engine import Engine
+from kvcli.engine.engine import run
+from kvcli.engine.forward_request import ForwardRequest
 from kvcli.engine.hf.lm import LM
+from kvcli.engine.prefill.prompt_pieces import PromptPieces
 from kvcli.kernels.attend_invariant import SelectedPages, StoredKV, attend_part, reference
 from kvcli.kernels.native import native
 from kvcli.kv.slots import AttentionParams
 from kvcli.kv.sparse.index import PageIndex
-from kvcli.kv.sparse.index_antidiagonal import Antidiagonal
-from kvcli.kv.sparse.index_minmax import Middles
 from kvcli.kv.sparse.index_sketch import Sketch
 from kvcli.kv.sparse.pages import PageBudget
 from kvcli.kv.sparse.sparse_tier import SparseCache
+from kvcli.methods.sparse.antidiagonal import Antidiagonal
+from kvcli.methods.sparse.middles import Middles
 from tests import make
 
 SEGMENT = 16
@@ -116,15 +120,20 @@ def test_one_selection_of_all_rows_has_the_bits_of_one_for_each(dtype: torch.dty
     torch.testing.assert_close(a.out.float(), exact.out.float(), atol=2e-2, rtol=2e-2)
 
 
-def kv_after(lm: LM, cache: SparseCache, reads: Sequence[Sequence[int]], rows: int = 1000) -> Tensor:
-    """The keys of all layers after a prompt was read in these parts, in passes of at most so many rows."""
+def kv_after(lm: LM, cache: SparseCache, reads: Sequence[Sequence[int]]) -> tuple[Tensor, list[ForwardRequest]]:
+    """The keys of all layers after a prompt was read in these parts, and the requests for passes."""
     session = make.session(lm, cache, chunk=SEGMENT, is_whole=True)
+    requests = list[ForwardRequest]()
     for part in reads:
-        engine = Engine(rows)
-        task = engine.add(session.read(part))
-        while not task.is_over:
-            engine.step()
-    return torch.cat([cache.slots(layer).k.flatten() for layer in range(len(lm.shapes))])
+        work, result = session.read(part), None
+        with suppress(StopIteration):
+            while True:
+                asked = work.send(result)
+                result = None
+                if isinstance(asked, ForwardRequest):
+                    requests.append(asked)
+                    (result,) = run([asked])
+    return torch.cat([cache.slots(layer).k.flatten() for layer in range(len(lm.shapes))]), requests
 
 
 @pytest.mark.parametrize("name", INDEXES)
@@ -132,9 +141,18 @@ def test_segments_lie_at_fixed_positions_of_the_text(name: str) -> None:
     lm = make.model("llama", torch.bfloat16 if native() is not None else torch.float32, kernels=True)
     ids = [(7 * i * i + 3 * i) % 90 for i in range(90)]
     mass = 0.6 if name == "xattention" else 1.0
-    whole = kv_after(lm, sparse(lm, INDEXES[name], mass=mass), [ids])
-    dense = kv_after(lm, sparse(lm, INDEXES[name], of_prompts=False, mass=mass), [ids])
+    whole, _ = kv_after(lm, sparse(lm, INDEXES[name], mass=mass), [ids])
+    dense, _ = kv_after(lm, sparse(lm, INDEXES[name], of_prompts=False, mass=mass), [ids])
     assert not torch.equal(whole, dense), "nothing was left out"
     for reads in ([ids[:33], ids[33:]], [ids[:17], ids[17:81], ids[81:]]):
-        assert torch.equal(kv_after(lm, sparse(lm, INDEXES[name], mass=mass), reads), whole)
-    assert torch.equal(kv_after(lm, sparse(lm, INDEXES[name], mass=mass), [ids], rows=5), whole)
+        assert torch.equal(kv_after(lm, sparse(lm, INDEXES[name], mass=mass), reads)[0], whole)
+
+
+def test_passes_end_at_multiples_of_the_segment_and_none_is_cut() -> None:
+    lm = make.model("llama", torch.bfloat16 if native() is not None else torch.float32, kernels=True)
+    ids = list(range(90))
+    _, requests = kv_after(lm, sparse(lm, INDEXES["sketch"]), [ids[:21], ids[21:]])
+    assert [request.rows.pos[-1] + 1 for request in requests] == [16, 20, 32, 48, 64, 80, 89]
+    assert not any(map(PromptPieces.can_cut, requests))
+    if native() is not None:
+        assert PromptPieces.can_cut(replace(requests[0], is_whole=False))

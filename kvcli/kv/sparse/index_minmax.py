@@ -10,7 +10,6 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-import torch
 from torch import Tensor
 
 from kvcli.kernels.page_bounds import page_bounds
@@ -35,19 +34,3 @@ class MinMax(PageIndex):
         if why_not(rows) or low.dtype != rows.dtype:
             return scale_and_softcap(page_bounds(rows, low, high), params) + math.log(self.page)
         return page_scores(rows, Box(low, high), 1, params.scale, params.softcap) + math.log(self.page)
-
-
-@dataclass(frozen=True)
-class Middles(MinMax):
-    """CritiPrefill (Lv et al., arXiv 2409.12490): a page's better corner, for the middle of a segment's rows."""
-
-    is_bound = False
-
-    def sample(self, rows: Tensor) -> Tensor:
-        """Compute the middle between the maximum and the minimum of rows [K, G, N, D] -> [K, G, 1, D]."""
-        return (rows.amax(2, keepdim=True) + rows.amin(2, keepdim=True)) / 2
-
-    def score(self, rows: Tensor, pages: Numbers, shared: Numbers, params: AttentionParams) -> Tensor:
-        """Score a page by its minimum or its maximum, whichever is better."""
-        low, high = (page_bounds(rows, each, each) for each in pages)
-        return scale_and_softcap(torch.maximum(low, high), params)

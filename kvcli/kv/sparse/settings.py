@@ -63,7 +63,7 @@ class FullAttention(SparseMethod):
 
 
 @dataclass(frozen=True)
-class _PageSelection(SparseMethod):
+class PageSelection(SparseMethod):
     """Settings of all sparse methods. Sparse attention applies to the only tier, or to all tiers below the first.
 
     Prompt tokens attend to the whole KV cache, unless `segment` is set.
@@ -143,7 +143,7 @@ class _PageSelection(SparseMethod):
 
 
 @dataclass(frozen=True)
-class MinMax(_PageSelection):
+class MinMax(PageSelection):
     """Quest (Tang et al., 2024, arXiv 2406.10774): pages with the highest score bounds, by minimum and maximum of keys.
 
     The demo finds 0.0833 of the facts in a report, with 3,380 bytes of KV per token (measurements/kv-cache.md).
@@ -161,7 +161,7 @@ class MinMax(_PageSelection):
 
 
 @dataclass(frozen=True)
-class Sketch(_PageSelection):
+class Sketch(PageSelection):
     """Sketch (kvcli's own): pages with the highest scores, estimated from keys quantized to two bits.
 
     The demo finds all facts in a report; of 3,413 bytes per token, 166 are the index (measurements/kv-cache.md).
@@ -182,7 +182,7 @@ class Sketch(_PageSelection):
 
 
 @dataclass(frozen=True)
-class Certified(_PageSelection):
+class Certified(PageSelection):
     """Certified (kvcli's own): pages with the highest int8 score bounds, or all if they may miss more than `epsilon`.
 
     The demo finds all facts in a report; of 3,811 bytes per token, 564 are the index (measurements/kv-cache.md).
@@ -212,7 +212,7 @@ class Certified(_PageSelection):
 
 
 @dataclass(frozen=True)
-class Cluster(_PageSelection):
+class Cluster(PageSelection):
     """ClusterKV (Liu et al., 2024, arXiv 2412.03213): whole clusters of keys with similar directions, best mean first.
 
     If `snap` demotes all but 12.5% of the tokens, the demo's accuracy is 0.672 (measurements/kv-cache.md).
@@ -235,7 +235,7 @@ class Cluster(_PageSelection):
 
 
 @dataclass(frozen=True)
-class LowRank(_PageSelection):
+class LowRank(PageSelection):
     """ShadowKV's index (Sun et al., 2024, arXiv 2410.21465): pages with the highest scores, by low-rank keys.
 
     If `snap` demotes all but 12.5% of the tokens, the demo's accuracy is 0.995 (measurements/kv-cache.md).
@@ -254,50 +254,3 @@ class LowRank(_PageSelection):
 
     def _per_head(self, head_dim: int) -> float:
         return 4 * min(self.rank, head_dim) * head_dim  # directions
-
-
-@dataclass(frozen=True)
-class XAttention(_PageSelection):
-    """XAttention (Xu et al., 2025, arXiv 2503.16428): for prompts, pages with the highest antidiagonal sums of scores.
-
-    TODO
-    """
-
-    fraction: Annotated[float, Range(above=0, most=1)] = 1.0  # share of stored tokens that a KV head reads per segment
-    mass: Annotated[float, Range(above=0, most=1)] = 0.9  # select no more pages at this share of attention; 1 = off
-    segment: Annotated[int, Range(1)] = 256  # tokens of a prompt that select together, in one pass
-    page: Annotated[int, Range(1)] = 128  # tokens per page
-    stride: Annotated[int, Range(1)] = 8  # tokens per group, of which one score is computed for another group
-
-    of_answers = False
-
-    def __post_init__(self) -> None:
-        if self.page % self.stride:
-            raise ValueError(f"page = {self.page} is no multiple of stride = {self.stride}")
-
-    def index(self) -> PageIndex:
-        from kvcli.kv.sparse import index_antidiagonal
-
-        return index_antidiagonal.Antidiagonal(self.page, self.stride)
-
-    def _per_slot(self, head_dim: int, number: int) -> float:
-        return head_dim * number + PER_PAGE / self.page
-
-
-@dataclass(frozen=True)
-class CritiPrefill(MinMax):
-    """CritiPrefill (Lv et al., 2024, arXiv 2409.12490): for prompts, pages whose extreme keys suit a segment's middle.
-
-    TODO
-    """
-
-    floor: Annotated[int, Range(1)] = 2048  # tokens read per KV head; smaller tiers are read in full
-    segment: Annotated[int, Range(1)] = 512  # tokens of a prompt that select together, in one pass
-    page: Annotated[int, Range(1)] = 32  # tokens per page
-
-    of_answers = False
-
-    def index(self) -> PageIndex:
-        from kvcli.kv.sparse import index_minmax
-
-        return index_minmax.Middles(self.page)

@@ -305,6 +305,34 @@ FAULTS = [
         "return chosen |",
         "tests/test_sparse_tier.py::test_where_a_head_has_fewer_pages_to_choose_from_than_others_it_reads_no_others",
     ),
+    Fault(
+        "V10",
+        "kvcli/kv/sparse/sparse_tier.py",
+        "ranked.cumsum(-1) - ranked < pages.budget.mass",
+        "ranked.cumsum(-1) < pages.budget.mass",
+        "tests/test_sparse_prompts.py::test_xattention_selects_by_the_published_rule",
+    ),
+    Fault(
+        "V11",
+        "kvcli/methods/sparse/antidiagonal.py",
+        ".flip(3)",
+        "",
+        "tests/test_sparse_prompts.py::test_xattention_selects_by_the_published_rule",
+    ),
+    Fault(
+        "V12",
+        "kvcli/engine/sequence/session.py",
+        "end = min((self.committed // self.chunk_rows + 1) * self.chunk_rows, most, *checkpoints)",
+        "end = min(self.committed + self.chunk_rows, most, *checkpoints)",
+        "tests/test_sparse_prompts.py::test_passes_end_at_multiples_of_the_segment_and_none_is_cut",
+    ),
+    Fault(
+        "V13",
+        "kvcli/engine/prefill/prompt_pieces.py",
+        "and not request.is_whole",
+        "",
+        "tests/test_sparse_prompts.py::test_passes_end_at_multiples_of_the_segment_and_none_is_cut",
+    ),
     # the prefix cache
     Fault(
         "P1",

@@ -1,0 +1,1 @@
+"""Token pruning of prompts: one file per `[prune] method`."""
