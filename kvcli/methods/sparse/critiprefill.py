@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 class CritiPrefill(MinMax):
     """CritiPrefill (Lv et al., 2024, arXiv 2409.12490): for prompts, pages whose extreme keys suit a segment's middle.
 
-    TODO
+    With a quarter of the text read, the demo answers 2 of 3 lookups in 2,000 tokens (measurements/lab-log.md).
     """
 
     floor: Annotated[int, Range(1)] = 2048  # tokens read per KV head; smaller tiers are read in full

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 class XAttention(PageSelection):
     """XAttention (Xu et al., 2025, arXiv 2503.16428): for prompts, pages with the highest antidiagonal sums of scores.
 
-    TODO
+    With a quarter of the text read, the demo answers 3 of 3 lookups in 2,000 tokens (measurements/lab-log.md).
     """
 
     fraction: Annotated[float, Range(above=0, most=1)] = 1.0  # share of stored tokens that a KV head reads per segment
