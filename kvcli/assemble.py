@@ -191,20 +191,10 @@ def plan(lm: LM, profile: Profile, held: int = 0) -> CachePlan:
     kind = "cuda" if lm.is_on_accelerator else "cpu"
     dtype = lm.dtype if profile.kv.dtype == "auto" else getattr(torch, NUMBERS[profile.kv.dtype])
     return tiers.CachePlan(
-        lm.shapes,
-        dtype,
-        lm.device,
-        profile.kv,
-        profile.memory,
-        profile.sparse.settings,
-        lm.attention_params,
-        most,
-        held,
-        pass_bytes(lm, most, rows, dtype, kind) if lm.is_on_accelerator or is_fit else 0,
-        profile.kv_format.settings,
-        partial(rotaries, lm),
-        free_beside_weights(lm) if is_fit else 0,
-    )
+        lm.shapes, dtype, lm.device, profile.kv, profile.memory, profile.sparse.settings, lm.attention_params, most,
+        held, pass_bytes(lm, most, rows, dtype, kind) if lm.is_on_accelerator or is_fit else 0,
+        profile.kv_format.settings, partial(rotaries, lm), free_beside_weights(lm) if is_fit else 0,
+    )  # fmt: skip
 
 
 def pool_bytes(lm: LM, profile: Profile) -> int:

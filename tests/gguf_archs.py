@@ -434,8 +434,8 @@ class Kind:
     mtp: Callable[[PreTrainedModel], dict[str, Tensor]] | None = None  # tensors of an MTP layer, by transformers' names
 
 
-def _mtp(model: PreTrainedModel) -> dict[str, Tensor]:
-    """An MTP layer of Qwen3.5, like its last layer."""
+def mtp(model: PreTrainedModel) -> dict[str, Tensor]:
+    """An MTP layer in the names of Qwen3.5, like the last layer."""
     n, hidden = model.config.num_hidden_layers, model.config.hidden_size
     like = {k.removeprefix(f"model.layers.{n - 1}."): v for k, v in model.state_dict().items() if f".{n - 1}." in k}
     sizes = {"fc.weight": (hidden, 2 * hidden)}
@@ -498,7 +498,7 @@ KINDS = {
     "qwen2moe": Kind("qwen2_moe", "qwen2moe", _moe, _moe_keys, _MOE),
     "qwen3moe": Kind("qwen3_moe", "qwen3moe", _moe, _moe_keys, _SPARSE),
     "qwen35": Kind("qwen3_5_text", "qwen35", _qwen35, _delta_keys, _AXES),
-    "qwen35_mtp": Kind("qwen3_5_text", "qwen35", _qwen35, _delta_keys, _AXES, _mtp),
+    "qwen35_mtp": Kind("qwen3_5_text", "qwen35", _qwen35, _delta_keys, _AXES, mtp),
     "qwen35moe": Kind("qwen3_5_moe_text", "qwen35moe", _qwen35, _delta_keys, _AXES),
     "qwen3next": Kind("qwen3_next", "qwen3next", _next, _delta_keys),
     "gemma3": Kind("gemma3", "gemma3", _plus_one, _gemma_keys, {"query_pre_attn_scalar": 16, "num_hidden_layers": 7,

@@ -20,7 +20,7 @@ from kvcli.engine.engine import iterate_events, run_to_end
 from kvcli.engine.hf.lm import LM
 from kvcli.engine.sequence.sampler import Sampler
 from kvcli.engine.sequence.session import GenerationSession
-from kvcli.engine.sequence.state import NEWLINE, PUNCT, SPECIAL, SYSTEM, KindSpan
+from kvcli.engine.sequence.state import NEWLINE, PUNCT, QUESTION, SPECIAL, SYSTEM, KindSpan
 from kvcli.errors import KvcliError
 from kvcli.kernels.attend import attend
 from kvcli.kernels.attend_invariant import NewRows
@@ -274,6 +274,21 @@ def test_special_tokens_system_text_and_the_newest_stay_in_every_head() -> None:
             assert len(held) <= 2 + 1 + 10 + 7 + 2 * 5
 
 
+@pytest.mark.parametrize("asked", [{}, {"protect_question": True}, {"protect_question": True, "paper": True}])
+def test_the_last_question_stays_in_every_head_where_asked_and_an_older_one_does_not(asked: dict[str, Any]) -> None:
+    own = FastGen(**{"recent": 0, "sinks": 2, "recovery": 0.0, "compression_interval": 5} | asked)
+    s = session(own, lm())
+    is_kept = own.protect_question and not own.paper
+    assert (QUESTION in s.marks) == is_kept
+    for start in (20, 120):
+        s.kind_spans = [KindSpan(start, start + 9, QUESTION)]
+        run_to_end(s.read(prompt()))
+        list(iterate_events(s.stream(12)))
+        for pos in (pos for layer in range(s.lm.n_layers) for pos in s.cache.slots(layer).pos):
+            assert ({*range(start, start + 9)} <= set(pos.tolist())) == is_kept
+    assert not {*range(20, 29)} <= set(s.cache.slots(0).pos[0].tolist()), "it is no longer the last"
+
+
 def test_punctuation_of_the_answer_stays_where_heads_keep_punctuation() -> None:
     own = dataclasses.replace(SMALL, policies=("punct",), recovery=0.0, punct_cap=1.0)
     s = session(own, lm())
@@ -463,6 +478,10 @@ def test_the_shipped_profiles_answer(name: str) -> None:
     run_to_end(s.read(prompt()))
     list(iterate_events(s.stream(5)))
     assert profile.policy.footprint(1000).slots == (500 if name == "fastgen" else 1000)
+    assert profile.policy.describe_result(s.policy_record.state) == "", "nothing could be measured"
+    run_to_end(s.read(prompt() * 3))
+    said = profile.policy.describe_result(s.policy_record.state)
+    assert said == ("without a head map" if name == "fastgen" else "")
 
 
 @pytest.mark.parametrize("recovery", ["auto", 0.3])

@@ -8,18 +8,19 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, Glm4MoeForCausalLM
 
 import kvcli
+from kvcli.engine.drafting.mtp import mtp_of
 from kvcli.engine.loading.open_lm import open_lm
 from kvcli.fit.plan import subject_of
 from kvcli.fit.weights import weigh
-from kvcli.kernels.linear_quantized import codes_of
+from kvcli.kernels.linear_quantized import PackedLinear, codes_of
 from kvcli.models import source
 from kvcli.models.draft_heads import has_mtp
 from kvcli.models.gguf import convert
 from tests.families import prompt
-from tests.gguf_archs import KINDS, write
+from tests.gguf_archs import KINDS, mtp, write
 from tests.test_model_probe import our_logits
 
 gguf = pytest.importorskip("gguf")
@@ -89,7 +90,7 @@ def test_blocks_are_joined_and_reordered_as_their_numbers_are(tmp_path: Path, na
     packed = {key for key, weight in blocks.items() if weight.dtype == torch.uint8}
     assert len(packed) >= (1 if name == "qwen35moe" else 0)
     assert not any("linear_attn.out_proj" in key for key in packed)  # its columns are reordered
-    assert not any(key.startswith("mtp.") for key in packed)  # transformers' model has no such layer
+    assert any(key.startswith("mtp.") for key in packed) == (name == "qwen35_mtp")
     assert blocks.keys() == right.keys()
     assert all(torch.equal(blocks[key], right[key]) for key in right.keys() - packed)
 
@@ -136,11 +137,38 @@ def test_an_mtp_layer_of_the_file_is_found(tmp_path: Path):
     assert all(torch.allclose(tensors[key], weight, atol=1e-6) for key, weight in right.items())
 
 
-@pytest.mark.slow
+SIZES = {"hidden_size": 64, "intermediate_size": 64, "moe_intermediate_size": 32}
+BLOCKS = ("Q8_0", "Q4_0", "Q5_1")
+
+
+@pytest.mark.parametrize("name", ["qwen35_mtp", "glm4moe"])  # named apart, or as layers behind the last
+def test_an_mtp_layer_runs_in_the_blocks_of_the_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str):
+    if name == "glm4moe":
+        monkeypatch.setitem(KINDS, name, replace(KINDS[name], config=KINDS[name].config | SIZES, mtp=mtp))
+        # the numbers of such layers in the released checkpoints, by which transformers knows them
+        monkeypatch.setattr(Glm4MoeForCausalLM, "_keys_to_ignore_on_load_unexpected", [r"model\.layers\.3\."])
+    write(tmp_path / "tiny.gguf", name, BLOCKS)
+    found, heads = source.find(str(tmp_path / "tiny.gguf")), []
+    for keeps_on in ("cpu", ""):
+        lm = open_lm(convert.convert_if_needed(found, "fp32", tmp_path / "cache", keeps_on=keeps_on), device="cpu")
+        heads.append(mtp_of(lm).model.mtp.layers[0])
+    blocks, right = heads
+    packed = {key: part for key, part in blocks.named_modules() if isinstance(part, PackedLinear)}
+    assert {"eh_proj", "mtp_block.self_attn.q_proj", "mtp_block.self_attn.o_proj"} <= packed.keys()
+    assert all(torch.equal(part.weights.plain(), right.get_submodule(key).weight) for key, part in packed.items())
+    experts = [codes for part in blocks.modules() for _, _, codes in codes_of(part)]
+    assert bool(experts) == (name == "glm4moe")
+    plain = dict(right.named_parameters())
+    assert all(torch.equal(p, plain[key]) for key, p in blocks.named_parameters() if type(p.data) is torch.Tensor)
+
+
 def test_an_mtp_layer_of_the_file_leaves_the_text_as_it_is(tmp_path: Path):
-    write(tmp_path / "tiny.gguf", "qwen35_mtp")
-    texts = []
+    write(tmp_path / "tiny.gguf", "qwen35_mtp", BLOCKS)
+    texts, drafted = [], []
     for spec in ({"spec.method": "off"}, {"spec.method": "mtp"}):
         with kvcli.load(str(tmp_path / "tiny.gguf"), "exact", DTYPE | spec, cache=tmp_path / "cache") as model:
-            texts.append(list(model.generate(prompt(37), 12).ids))
+            answer = model.generate(prompt(37), 12)
+            texts.append(list(answer.ids))
+            drafted.append(answer.stats.draft_tokens)
     assert texts[0] == texts[1]
+    assert drafted[1] > drafted[0] == 0

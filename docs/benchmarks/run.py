@@ -47,6 +47,7 @@ RESULTS = {
     "recall-tiers": "python tests/bench/recall_tiers.py",
     "kept": f"python tests/bench/kept.py --model {LISTED}",
     "kv-quality": "python tests/bench/kv_quality.py --shares 0.5,0.25,0.125",
+    "fastgen": "python tests/bench/fastgen.py",
     "kv-forms": "python tests/bench/kv_quality.py --forms --texts 24",
     "kv-field": "python tests/bench/kv_quality.py --field --texts 12 --shares 0.5,0.25,0.125,0.06",
     "kv-tasks": "python tests/bench/kv_quality.py --field --texts 6 --shares 0.5,0.25,0.125"

@@ -26,13 +26,7 @@ LOG2E = 1.4426950408889634
 
 
 def attend(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    scale: float,
-    softcap: float,
-    mask: Tensor | None,
-    length: int | Sequence[int],
+    q: Tensor, k: Tensor, v: Tensor, scale: float, softcap: float, mask: Tensor | None, length: int | Sequence[int]
 ) -> tuple[Tensor, Tensor]:
     assert not softcap, "soft-capped scores are the reference's"
     h, n, _ = q.shape

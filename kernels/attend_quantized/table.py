@@ -95,18 +95,10 @@ def table_of(heads: Sequence[PackedHead], pos: Sequence[Tensor | None], *, has_h
     """Build the table of heads that `why_not` accepts. pos [S] int32 per head, -1 = hole; read for holes or windows."""
     first, longest = heads[0], max(head.length for head in heads)
     return PackedTable(
-        _rows(heads, pos, first.rest.device).to(first.rest.device, non_blocking=True),
-        heads,
-        pos,
-        first.keys.bits,
-        first.values.bits,
-        _group(heads),
-        _width(first.values),
-        first.rest.shape[1],
-        first.rest.dtype,
-        max(ROOM, 1 << max(0, longest - 1).bit_length()),
-        has_holes,
-    )
+        _rows(heads, pos, first.rest.device).to(first.rest.device, non_blocking=True), heads, pos, first.keys.bits,
+        first.values.bits, _group(heads), _width(first.values), first.rest.shape[1], first.rest.dtype,
+        max(ROOM, 1 << max(0, longest - 1).bit_length()), has_holes,
+    )  # fmt: skip
 
 
 def _rows(heads: Sequence[PackedHead], pos: Sequence[Tensor | None], device: torch.device) -> Tensor:

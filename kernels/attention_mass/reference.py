@@ -15,14 +15,7 @@ SCORES = 1 << 20  # scores at a time: 4 MiB in float32
 
 
 def attention_mass(
-    q: Tensor,
-    q_pos: Tensor,
-    k: Tensor,
-    pos: Tensor,
-    scale: float,
-    softcap: float,
-    window: int | None,
-    over: str,
+    q: Tensor, q_pos: Tensor, k: Tensor, pos: Tensor, scale: float, softcap: float, window: int | None, over: str
 ) -> Tensor:
     (h, w, d), (kv, s) = q.shape, pos.shape
     g = h // kv

@@ -46,16 +46,9 @@ def linear(x: Tensor, n: int, format: Format, data: Tensor, scale: Tensor, *, le
     x = x.contiguous()
     y = x.new_empty(x.shape[0], n)
     functions.linear_quantized(
-        x.data_ptr(),
-        data.data_ptr(),
-        scale.data_ptr(),
-        y.data_ptr(),
-        x.shape[0],
-        n,
-        x.shape[1],
-        format.address,
+        x.data_ptr(), data.data_ptr(), scale.data_ptr(), y.data_ptr(), x.shape[0], n, x.shape[1], format.address,
         x.dtype == torch.float32,
-    )
+    )  # fmt: skip
     return y
 
 

@@ -144,12 +144,12 @@ def rows(w: Weight, index: Tensor) -> Tensor:
     return wide - least[0].T if least else wide
 
 
-def _unscaled(w: Weight, index: Tensor) -> Tensor:
-    """Return the numbers for which the codes of the rows `index` [R] stand, before scales: [R, K] float32."""
+def _unscaled(w: Weight, index: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
+    """Return the numbers for which the codes of the rows `index` [R] stand, before scales: [R, K]."""
     q, is_pair = codes(w, index), w.scale is not None and w.scale.dim() > 4
     if w.kind in BOOKS:
-        return book(w.kind, q.device)[q.long()]
-    return q.float() - (8 if w.kind == "blocks4" and not is_pair else 0)
+        return book(w.kind, q.device, dtype)[q.long()]
+    return q.to(dtype) - (8 if w.kind == "blocks4" and not is_pair else 0)
 
 
 @cache  # a recorded pass must not copy it to the device
@@ -168,7 +168,7 @@ def as_eights(w: Weight) -> Weight:
     every = torch.arange(w.shape[0], device=w.data.device)
     assert w.scale is not None
     assert w.factor is not None
-    q, is_pair = _unscaled(w, every).to(torch.int8), w.scale.dim() > 4
+    q, is_pair = _unscaled(w, every, torch.int8), w.scale.dim() > 4
     scale, factor = (t if is_pair else torch.stack([t, torch.zeros_like(t)], dim=-1) for t in (w.scale, w.factor))
     factor = factor.repeat_interleave(w.group // 16, 0)
     return replace(w, kind="blocks8", data=arrange(q, "blocks8"), scale=scale, group=16, factor=factor)

@@ -62,17 +62,9 @@ def turned(x: Tensor) -> Tensor:
     n = out.numel() // d
     if n:
         turn_kernel[(triton.cdiv(n, ROWS), triton.cdiv(d, CHANNELS))](
-            x.contiguous(),
-            out,
-            d**-0.5,
-            n,
-            D=d,
-            M=ROWS,
-            X=min(d, 64),
-            B=min(d, CHANNELS),
-            THREE=x.dtype != torch.bfloat16,
-            **OPTIONS,
-        )
+            x.contiguous(), out, d**-0.5, n, D=d, M=ROWS, X=min(d, 64), B=min(d, CHANNELS),
+            THREE=x.dtype != torch.bfloat16, **OPTIONS,
+        )  # fmt: skip
     return out
 
 

@@ -71,12 +71,7 @@ def spread(codes: Tensor, bits: int) -> Tensor:
 
 
 def keys_of(
-    bits: int,
-    codes: Tensor,
-    scale: Tensor | None,
-    zero: Tensor | None,
-    dtype: torch.dtype,
-    fine: Tensor | None = None,
+    bits: int, codes: Tensor, scale: Tensor | None, zero: Tensor | None, dtype: torch.dtype, fine: Tensor | None = None
 ) -> Tensor:
     """Dequantize to keys [S, D]."""
     if scale is None:
@@ -90,12 +85,7 @@ def keys_of(
 
 
 def values_of(
-    bits: int,
-    codes: Tensor,
-    scale: Tensor | None,
-    zero: Tensor | None,
-    dtype: torch.dtype,
-    fine: Tensor | None = None,
+    bits: int, codes: Tensor, scale: Tensor | None, zero: Tensor | None, dtype: torch.dtype, fine: Tensor | None = None
 ) -> Tensor:
     """Dequantize to values [S, D]."""
     if scale is None:

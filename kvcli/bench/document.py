@@ -23,17 +23,10 @@ def document_of(bench: Bench) -> BenchDocument:
     rows = [row_of(bench, series) for series in bench.series]
     env = environment(info.device, bench.load_before)
     document = BenchDocument(
-        kvcli=__version__,
-        model=BenchModel.from_attributes(info, revision=info.revision or None),
-        env=env,
-        args=ask.args,
-        complete=bench.complete,
-        baseline=ask.baseline,
-        rows=rows,
-        checks=[],
-        quality=bench.quality,
+        kvcli=__version__, model=BenchModel.from_attributes(info, revision=info.revision or None), env=env,
+        args=ask.args, complete=bench.complete, baseline=ask.baseline, rows=rows, checks=[], quality=bench.quality,
         notes=[*ask.notes, *bench.notes],
-    )
+    )  # fmt: skip
     document.notes += notes_of(document)
     document.notes += unlike(ask.earlier_name, ask.earlier, document) if ask.earlier is not None else []
     document.checks = checks_of(bench, document) if bench.complete else []
@@ -141,8 +134,7 @@ def _beyond(rows: Sequence[BenchRow]) -> list[str]:
         if row.ends is not None and row.ends < row.new // 2:
             where = f"{row.workload} {row.ctx:,}"
             found.setdefault(
-                where,
-                f"{where}: the answer ends after {row.ends} of {row.new} tokens; later tokens are no answer",
+                where, f"{where}: the answer ends after {row.ends} of {row.new} tokens; later tokens are no answer"
             )
     return list(found.values())
 

@@ -208,18 +208,10 @@ def tune(
     pays = best.name != "off" and best.score > CLEAR
     gain = f"fastest: {best.name}, {best.score:.2f}× plain decoding"
     return SpecTuneDocument(
-        kvcli=__version__,
-        model=name,
-        profile=model.profile.name,
-        workloads=list(prompts),
-        context=max(map(len, prompts.values())),
-        new=new,
-        reps=reps,
-        tried=tried,
-        best=best.name,
-        file=None,
+        kvcli=__version__, model=name, profile=model.profile.name, workloads=list(prompts),
+        context=max(map(len, prompts.values())), new=new, reps=reps, tried=tried, best=best.name, file=None,
         verdict=gain if pays else "no setting is significantly faster than plain decoding",
-    )
+    )  # fmt: skip
 
 
 def _tried(name: str, spec: Spec, at: int, turns: Mapping[str, list[list[TimedRun]]]) -> Tried:

@@ -28,15 +28,7 @@ from kvcli.documents import Document
 from kvcli.errors import BadInput, ContextOverflow, DoesNotFit, EngineUnreachable, writing
 from kvcli.models.adapters import lasting
 from kvcli.models.text import Messages, encode, render_text, resume_ids
-from kvcli.schemas.turn import (
-    SCHEMA,
-    Call,
-    ChatDocument,
-    Figures,
-    LeftOut,
-    SavedDocument,
-    SavedMessage,
-)
+from kvcli.schemas.turn import SCHEMA, Call, ChatDocument, Figures, LeftOut, SavedDocument, SavedMessage
 
 if TYPE_CHECKING:
     from kvcli.chat.saved_chats import SavedChat, SavedChats

@@ -28,6 +28,7 @@ KINDS = {
     "quality": "answers of bench --quality, to continue an interrupted run",
     "gguf": "models converted from GGUF files, and GGUF files for bench --baseline llama.cpp",
     "hashes": "hashes of model files",
+    "ocr": "text recognized on scanned pages, so that it is not recognized again",
     "kvpress": "Python environment of kvpress, for tests/recipes/bench.py",
 }  # name of a folder -> its content
 BY_NAME = {  # in the data folder; they do more than speed up later runs

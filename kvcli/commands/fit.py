@@ -80,7 +80,7 @@ def _plans(
             notes.append("profile gpu is not shown: this machine has no GPU")
             continue
         try:
-            if (path := profile.values.get("policy.headmap", "")) not in ("", "auto"):
+            if (path := profile.values.get("policy.headmap", "")) not in ("", "auto", "shipped"):
                 read_headmap(str(path))
             plans += [outlook.plan(profile, n) for n in contexts]
         except (UsageError, BadConfig, BadInput) as error:

@@ -76,10 +76,7 @@ def kind_of(file: IO[bytes], name: str) -> str:
         return "epub"
     if "word/document.xml" in names or ("_rels/.rels" in names and any(n.startswith("word/") for n in names)):
         return "docx"  # the main part may have another name
-    what = next(
-        (what for start, what in OTHERS.items() if any(n.startswith(start) for n in names)),
-        "a zip archive",
-    )
+    what = next((what for start, what in OTHERS.items() if any(n.startswith(start) for n in names)), "a zip archive")
     raise BadInput(
         f"{name} is {what}; the only supported archives are EPUB and DOCX",
         code="not_text",

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import re
 from bisect import bisect_left, bisect_right
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal, Protocol
 
+from kvcli.documents.reading_order import LinePiece
 from kvcli.errors import BadInput, UsageError
 from kvcli.models.refusals import blame_files
 from kvcli.models.text import tokenizer_failed
@@ -98,6 +99,13 @@ class ParseJob:
     typed: bool = False  # True if the user named the kind
     ocr: Ocr = "off"
     progress: Callable[[int, int], None] | None = None  # gets page i of n while text is recognized
+    known: Mapping[int, Sequence[LinePiece]] = field(default_factory=dict)  # lines of pages that were recognized before
+
+    @property
+    def recognizes(self) -> bool:
+        """True if text of a page may have to be recognized."""
+        is_known = self.spans and all(first == last and first in self.known for first, last in self.spans)
+        return self.ocr == "on" or (self.ocr == "auto" and not is_known)
 
 
 @dataclass(slots=True)
@@ -113,6 +121,7 @@ class Parsed:
     unreadable: list[int] = field(default_factory=list)  # pages whose fonts do not name their letters
     blank: int = 0
     notes: list[str] = field(default_factory=list)
+    lines: dict[int, list[LinePiece]] = field(default_factory=dict)  # of pages whose text was recognized now
 
 
 def refuse_too_much(name: str, characters: int, sections: int, *, paged: bool = True) -> None:

@@ -26,10 +26,7 @@ SPACES = (
     "http://schemas.openxmlformats.org/wordprocessingml/2006/main",
     "http://purl.oclc.org/ooxml/wordprocessingml/main",  # of the strict format
 )
-MATH = (
-    "http://schemas.openxmlformats.org/officeDocument/2006/math",
-    "http://purl.oclc.org/ooxml/officeDocument/math",
-)
+MATH = ("http://schemas.openxmlformats.org/officeDocument/2006/math", "http://purl.oclc.org/ooxml/officeDocument/math")
 OFF = ("0", "false", "off")
 
 

@@ -13,7 +13,7 @@ from kvcli.documents.dehyphenate import Words, clean, mended, unmarked
 from kvcli.documents.document import Parsed, ParseJob, Section, damaged, listed, no_text, present, refuse_too_much
 from kvcli.documents.pdf_page import Page, read_page
 from kvcli.documents.pdf_seen import VisiblePages
-from kvcli.documents.reading_order import paragraphs, reading_order
+from kvcli.documents.reading_order import LinePiece, paragraphs, reading_order
 from kvcli.documents.running_headers import without_running
 from kvcli.errors import BadInput
 
@@ -107,12 +107,13 @@ def read(file: IO[bytes], job: ParseJob) -> Parsed:
     pages = list(_pages(document, sorted(around | wanted), job.name, seen))
     asked = [page for page in pages if page.number in wanted]
     recognized = _recognize(document, asked, job)
+    lines = {number: page_lines for number, page_lines in recognized.items() if number not in job.known}
     sections = [
         replace(section, is_ocr=section.number in recognized)
         for section in _sections(pages)
         if section.number in wanted
     ]
-    parsed = Parsed("pdf", "page", sections, title=_title(document), n_pages=n_pages)
+    parsed = Parsed("pdf", "page", sections, title=_title(document), n_pages=n_pages, lines=lines)
     with_text = {section.number for section in sections}
     empty = [page for page in asked if page.number not in with_text]
     parsed.without_text = [page.number for page in empty if page.is_picture or page.is_broken]
@@ -172,18 +173,21 @@ def _nothing(job: ParseJob, pages: Sequence[Page]) -> BadInput:
     return no_text(job.name, f"none of {len(pages):,} pages has text or a picture of text")
 
 
-def _recognize(document: Any, pages: Sequence[Page], job: ParseJob) -> list[int]:
-    """Replace the text of pages by what OCR reads, as `job.ocr` says; return their numbers."""
+def _recognize(document: Any, pages: Sequence[Page], job: ParseJob) -> dict[int, list[LinePiece]]:
+    """Replace the text of pages by what OCR reads, or read before, as `job.ocr` says; return it by page."""
     chosen = [p for p in pages if job.ocr == "on" or (job.ocr == "auto" and (p.is_picture or p.is_garbled))]
-    if not chosen:
-        return []
-    from kvcli.documents.ocr import recognize  # the worker imported it before it entered the sandbox
+    new = [page.number for page in chosen if page.number not in job.known]
+    for page in chosen:
+        if page.number in job.known:
+            lines = list(job.known[page.number])
+        else:
+            from kvcli.documents.ocr import recognize  # the worker imported it before it entered the sandbox
 
-    for i, page in enumerate(chosen, 1):
-        if job.progress is not None:
-            job.progress(i, len(chosen))
-        page.pieces, page.is_garbled, page.is_picture = recognize(document, page.number), False, False
-    return [page.number for page in chosen]
+            if job.progress is not None:
+                job.progress(new.index(page.number) + 1, len(new))
+            lines = recognize(document, page.number)
+        page.pieces, page.is_garbled, page.is_picture = lines, False, False
+    return {page.number: page.pieces for page in chosen}
 
 
 def _title(document: Any) -> str | None:

@@ -15,6 +15,7 @@ from kvcli.documents.decode import HEAD, check_type, decode, disagreement, sniff
 from kvcli.documents.document import Document, Ocr, Parsed, ParseJob, Span, marked, no_text, parse_pages, split_pages
 from kvcli.documents.parse_in_process import parse_outside
 from kvcli.documents.plain import parse_plain, prompt_text
+from kvcli.documents.recognized_pages import RecognizedPages
 from kvcli.documents.scanned_pages import way_to_ocr, with_ocr
 from kvcli.errors import BadInput, UsageError, reading
 from kvcli.worker_process import Limits
@@ -37,13 +38,15 @@ def read_document(
     limits: Limits | None = None,
     ocr: Ocr = "auto",
     on_page: Progress | None = None,
+    cache: Path | None = None,
 ) -> Document:
     """Read a PDF, HTML, EPUB, DOCX, mail, notebook or text file, or a bundled example: `demo:report`, `demo:pdf`.
 
     `paper.pdf:3-9` reads those pages, as `pages` does, unless a file of that full name exists. The kind of a file is
     detected from its content first; `type` overrides it. Messages use `name`, as the user typed it; the document is
     named by its file name. `limit` is the most bytes to read, and `limits` bound the parser process. `ocr`: recognize
-    text of scanned pages, of all pages ("on") or of none ("off"); `on_page` then gets "page i of n" as two numbers.
+    text of scanned pages, of all pages ("on") or of none ("off"); `on_page` then gets "page i of n" as two numbers, and
+    what is recognized is saved in the folder `cache` for later calls.
     """
     shown = name or str(path)
     file, spans = _place(path, pages, shown)
@@ -67,7 +70,7 @@ def read_document(
                 raise _address(shown) from None
             raise BadInput(f"no such file: {shown}", code="file_missing", try_=_similar(found)) from None
         with stream:
-            return replace(_read(stream, job, limit, limits), name=called)
+            return replace(_read(stream, job, limit, limits, cache), name=called)
 
 
 def document_of(
@@ -80,13 +83,14 @@ def document_of(
     limits: Limits | None = None,
     ocr: Ocr = "auto",
     on_page: Progress | None = None,
+    cache: Path | None = None,
 ) -> Document:
     """Return a document from bytes already read, for example standard input."""
     kind, spans = check_type(type), parse_pages(pages) if pages else ()
     job = ParseJob(name, kind or sniff(data[:HEAD], name), spans, password, kind is not None, ocr, on_page)
     with reading(name), tempfile.SpooledTemporaryFile(MAX_BYTES) as copy:
         copy.write(data)
-        return _document(copy, job, limits)
+        return _document(copy, job, limits, cache)
 
 
 def most_bytes(head: bytes, name: str, kind: str = "") -> int:
@@ -105,7 +109,9 @@ def _place(path: str | Path, pages: str | None, shown: str) -> tuple[str, tuple[
     return rest, parse_pages(suffix)
 
 
-def _read(stream: IO[bytes], job: ParseJob, limit: int | None, limits: Limits | None) -> Document:
+def _read(
+    stream: IO[bytes], job: ParseJob, limit: int | None, limits: Limits | None, cache: Path | None = None
+) -> Document:
     head = stream.read(HEAD)
     job = replace(job, kind=job.kind or sniff(head, job.name))
     most = limit if limit is not None else most_bytes(head, job.name, job.kind)
@@ -126,29 +132,24 @@ def _read(stream: IO[bytes], job: ParseJob, limit: int | None, limits: Limits | 
         after = os.fstat(stream.fileno())
         if S_ISREG(after.st_mode) and (before.st_mtime_ns, before.st_size) != (after.st_mtime_ns, after.st_size):
             raise changed(job.name)
-        return _document(copy, job, limits)
+        return _document(copy, job, limits, cache)
 
 
-def _document(copy: tempfile.SpooledTemporaryFile[bytes], job: ParseJob, limits: Limits | None) -> Document:
+def _document(
+    copy: tempfile.SpooledTemporaryFile[bytes], job: ParseJob, limits: Limits | None, cache: Path | None
+) -> Document:
     """Return the document in a copy of its file."""
     copy.seek(0)
     sha256 = hashlib.file_digest(copy, "sha256").hexdigest()
     copy.seek(0)
-    text, parsed = _text(copy.read(), job) if job.kind in ("text", "markdown") else _outside(copy, job, limits)
+    is_text, saved = job.kind in ("text", "markdown"), RecognizedPages.of(cache, sha256, job)
+    text, parsed = _text(copy.read(), job) if is_text else _outside(copy, job, limits, saved)
     note = None if job.typed else disagreement(job.name, parsed.kind)
     return Document(
-        job.name,
-        text,
-        sha256,
-        unit=parsed.unit,
-        sections=tuple(parsed.sections),
-        kind=parsed.kind,
-        without_text=tuple(parsed.without_text),
-        blank=parsed.blank,
-        n_pages=parsed.n_pages,
-        title=parsed.title,
+        job.name, text, sha256, unit=parsed.unit, sections=tuple(parsed.sections), kind=parsed.kind,
+        without_text=tuple(parsed.without_text), blank=parsed.blank, n_pages=parsed.n_pages, title=parsed.title,
         notes=(*([note] if note else []), *parsed.notes),
-    )
+    )  # fmt: skip
 
 
 def _text(data: bytes, job: ParseJob) -> tuple[str, Parsed]:
@@ -161,9 +162,9 @@ def _text(data: bytes, job: ParseJob) -> tuple[str, Parsed]:
     return prompt_text(text, parsed, job), parsed
 
 
-def _outside(file: IO[bytes], job: ParseJob, limits: Limits | None) -> tuple[str, Parsed]:
+def _outside(file: IO[bytes], job: ParseJob, limits: Limits | None, saved: RecognizedPages) -> tuple[str, Parsed]:
     parsed = parse_outside(file, replace(job, ocr="off"), limits)
-    parsed = with_ocr(job, parsed, limits, lambda job, limits: parse_outside(file, job, limits))
+    parsed = with_ocr(job, parsed, limits, saved, lambda job, limits: parse_outside(file, job, limits))
     if not parsed.sections and parsed.without_text:
         n = len(parsed.without_text)
         raise no_text(job.name, f"its {n:,} page{'s' * (n > 1)} seem to be scanned", way_to_ocr(job))

@@ -14,6 +14,7 @@ from kvcli.documents.archives import kind_of
 from kvcli.documents.decode import WORDS
 from kvcli.documents.document import Parsed, ParseJob, damaged, refuse_pages
 from kvcli.documents.parse_in_process import crashed, too_heavy
+from kvcli.documents.reading_order import LinePiece
 from kvcli.errors import BadInput, KvcliError
 from kvcli.installing import EXTRAS, pip
 from kvcli.sandbox import enter_sandbox, preload, set_limits
@@ -26,7 +27,8 @@ def main(parent: int, limits: dict[str, Any], descriptor: int) -> int:
     set_limits(parent, limits)
     asked = json.loads(sys.stdin.buffer.readline())
     spans = tuple((first, last) for first, last in asked["spans"])
-    job = ParseJob(**asked | {"spans": spans, "progress": lambda *page: tell("page", page)})
+    known = {int(page): [LinePiece(**line) for line in lines] for page, lines in asked["known"].items()}
+    job = ParseJob(**asked | {"spans": spans, "known": known, "progress": lambda *page: tell("page", page)})
     try:
         with os.fdopen(descriptor, "rb") as file:
             missing = prepare(job)
@@ -52,7 +54,7 @@ def prepare(job: ParseJob) -> dict[str, str]:
     """Import all modules that the reader may need, as later opens fail. Return reader -> missing module."""
     missing = {}
     readers = ("epub", "docx") if job.kind == "zip" else [job.kind] if job.kind in READERS else []
-    for reader in (*readers, *(["ocr"] if job.ocr != "off" else [])):
+    for reader in (*readers, *(["ocr"] if job.recognizes else [])):
         try:
             import_module(f"kvcli.documents.{READERS.get(reader, reader)}")
         except ModuleNotFoundError as error:

@@ -14,12 +14,7 @@ from kvcli.documents.document import damaged
 def parse_xml(data: bytes, name: str, what: str) -> Any:
     """Parse XML without entities or network, and no deeper than libxml2's limit."""
     parser = etree.XMLParser(
-        resolve_entities=False,
-        huge_tree=False,
-        no_network=True,
-        load_dtd=False,
-        remove_pis=True,
-        remove_comments=True,
+        resolve_entities=False, huge_tree=False, no_network=True, load_dtd=False, remove_pis=True, remove_comments=True
     )
     try:
         root = etree.fromstring(data, parser)

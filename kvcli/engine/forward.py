@@ -153,12 +153,7 @@ class BatchedPass(RunningPass):
 
 
 def run_layers(
-    lm: LM,
-    requests: Sequence[ForwardRequest],
-    way: SequencePass | BatchedPass,
-    ids: Any,
-    pos: Any,
-    want: Any,
+    lm: LM, requests: Sequence[ForwardRequest], way: SequencePass | BatchedPass, ids: Any, pos: Any, want: Any
 ) -> tuple[Tensor, Tensor | None]:
     """Return the logits of all wanted rows, and the hidden states that the pass records; of layers that end below the
     last one no logits, and the hidden states of all rows. `ids`, `pos`, `want` (None = all rows): of all requests, on

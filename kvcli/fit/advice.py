@@ -88,10 +88,9 @@ def _candidates(
         yield "--quant int4", lambda: profile.replace(load={"quant": "int4"}), room, context
     for kind in rooms:
         if kind != room.device:
-            planned = [key for key, by in profile.origins.items() if by == BY and key.startswith("load.")]
-            asked = profile.replace(
-                load={key[5:]: getattr(type(profile.load), key[5:]) for key in planned}
-            )  # not for this device
+            # what the plan changed for its device is as it was before
+            planned = [key[5:] for key, by in profile.origins.items() if by == BY and key.startswith("load.")]
+            asked = profile.replace(load={name: getattr(type(profile.load), name) for name in planned})
             yield f"--device {kind}", lambda asked=asked: asked, choose(dict(rooms), kind), context
 
 

@@ -33,24 +33,15 @@ def budget(plan: Plan, has_map: bool, calibration: CalibrationDocument | None) -
     always = min(need.context, plan.run.always)
     whole = spent.of_token * need.context
     return FitBudget.from_attributes(
-        spent,
-        policy,
-        bytes=min(need.budget, whole),
-        whole=whole,
-        always=always,
-        always_bytes=always * spent.of_token,
+        spent, policy, bytes=min(need.budget, whole), whole=whole, always=always, always_bytes=always * spent.of_token,
         beside=max(0, need.kv - (whole if spent.is_late else min(need.budget, whole))),
-        levels=_levels(spent, need.context, need.budget),
-        layers=[spent.whole(i) for i in range(len(spent.shapes))],
-        by=policy.scorer.by,
-        again=policy.footprint(need.context).again,
-        is_mapped=has_map if policy.headmap == "auto" else bool(policy.headmap),
-        told=spent.describe,
+        levels=_levels(spent, need.context, need.budget), layers=[spent.whole(i) for i in range(len(spent.shapes))],
+        by=policy.scorer.by, again=policy.footprint(need.context).again,
+        is_mapped=has_map if policy.headmap == "auto" else bool(policy.headmap), told=spent.describe,
         passes=TEXTS * (3 + spent.heads) if policy.headmap == "auto" else 0,
         map_seconds=_to_map(spent.heads, calibration) if policy.headmap == "auto" else None,
-        recall=plan.profile.sparse.describe_read if elsewhere else "",
-        elsewhere=" and ".join(elsewhere),
-    )
+        recall=plan.profile.sparse.describe_read if elsewhere else "", elsewhere=" and ".join(elsewhere),
+    )  # fmt: skip
 
 
 def _levels(spent: PrecisionBudget, n: int, most: float) -> list[FitLevel]:

@@ -302,19 +302,12 @@ class PlannedRun:
         """Return the memory that a pass of the model's layers on a device of this kind computes with."""
         is_here = device == self.room.kind
         return working_bytes(
-            self.shape,
-            chunk=held.chunk,
-            rows=self.rows,
-            slots=held.stored or held.top,
-            number=self.number,
-            kv_number=self.cache.number,
-            device=device,
-            is_native=self.is_native,
-            is_fused=is_here and self.is_fused,
+            self.shape, chunk=held.chunk, rows=self.rows, slots=held.stored or held.top, number=self.number,
+            kv_number=self.cache.number, device=device, is_native=self.is_native, is_fused=is_here and self.is_fused,
             draws=is_here and self.draws,
             largest=self.weights.largest if is_here and self.profile.load.quant != "none" else 0,
             waiting=self._waiting(held) if self.order == "layers" else 0,
-        )
+        )  # fmt: skip
 
     def recorded_bytes(self, held: HeldSlots) -> int:
         """Return the bytes of captured passes on a GPU."""
@@ -496,22 +489,10 @@ def need(run: PlannedRun, context: int) -> Need:
         both = weights.memory + run.second.loading
         loading, least = max(loading, both), max(least, both - run.second.mapped)
     return Need(
-        context=context,
-        base=base,
-        weights=on_card,
-        kv=places.device + beside,
-        draft=draft,
-        working=working,
-        loading=run.base + loading,
-        mapped=loading - least,
-        host=places.host + host_kv,
-        disk=places.disk,
-        over=over,
-        short=short,
-        host_weights=on_host,
-        host_working=host_working,
-        budget=budget,
-    )
+        context=context, base=base, weights=on_card, kv=places.device + beside, draft=draft, working=working,
+        loading=run.base + loading, mapped=loading - least, host=places.host + host_kv, disk=places.disk, over=over,
+        short=short, host_weights=on_host, host_working=host_working, budget=budget,
+    )  # fmt: skip
 
 
 def loading_bytes(shape: Shape, weights: Weights, number: int, device: str, *, check: bool) -> tuple[int, int]:

@@ -279,16 +279,9 @@ def _second(
     def working(n: int) -> int:
         of: Footprint = method.draft_footprint(n, sizes)
         return working_bytes(
-            shape,
-            chunk=of.chunk,
-            rows=of.rows,
-            slots=of.slots,
-            number=number,
-            kv_number=number,
-            device=room.kind,
-            is_native=is_here,
-            is_fused=is_fused(shape, number, room),
-        )
+            shape, chunk=of.chunk, rows=of.rows, slots=of.slots, number=number, kv_number=number, device=room.kind,
+            is_native=is_here, is_fused=is_fused(shape, number, room),
+        )  # fmt: skip
 
     return memory.DraftModelNeed(stored, working, 0 if is_shared else loading, 0 if is_shared else mapped)
 

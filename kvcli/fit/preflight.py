@@ -127,18 +127,11 @@ class Preflight:
         if not stats.peak or not self.foretold:
             return ""
         entry = RunEntry(
-            kvcli=__version__,
-            date=datetime.now().astimezone().isoformat(timespec="seconds"),
-            run=self.run,
-            model=self.name,
-            profile=profile.name,
-            profile_hash=profile.hash,
-            device=choose(dict(self.found), profile.load.device).device,
-            ctx=stats.context,
-            build=memory.build(),
-            predicted=self.foretold,
-            measured=_taken(stats),
-        )
+            kvcli=__version__, date=datetime.now().astimezone().isoformat(timespec="seconds"), run=self.run,
+            model=self.name, profile=profile.name, profile_hash=profile.hash,
+            device=choose(dict(self.found), profile.load.device).device, ctx=stats.context, build=memory.build(),
+            predicted=self.foretold, measured=_taken(stats),
+        )  # fmt: skip
         try:
             run_log.append(self.data, entry)
         except OSError as error:

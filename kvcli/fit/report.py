@@ -67,29 +67,15 @@ def _entry(
     away = {"host": need.host + need.host_weights + need.host_working, "disk": need.disk}
     tried = [] if plan.fits else changes(outlook.subject, plan, others, outlook.found, plan.facts)
     return FitPlan.from_attributes(
-        need,
-        plan,
-        plan.profile,
-        profile=plan.profile.name,
-        profile_hash=plan.profile.hash,
-        ctx=need.context,
+        need, plan, plan.profile, profile=plan.profile.name, profile_hash=plan.profile.hash, ctx=need.context,
         kv_tiers={plan.room.kind: need.kv} | {k: n for k, n in (("host", need.host), ("disk", need.disk)) if n},
-        kv_per_token=plan.per_token,
-        loading=need.loading_peak,
-        needed=plan.least,
-        max_ctx=plan.most,
-        correction=past.middle,
-        runs=FitRuns.from_attributes(past) if past.runs else None,
-        binding=None if plan.fits else binding(plan),
-        order=plan.run.order,
-        chosen=chosen(plan),
-        places={plan.room.kind: need.running} | {place: n for place, n in away.items() if n},
-        split=split(plan, host),
+        kv_per_token=plan.per_token, loading=need.loading_peak, needed=plan.least, max_ctx=plan.most,
+        correction=past.middle, runs=FitRuns.from_attributes(past) if past.runs else None,
+        binding=None if plan.fits else binding(plan), order=plan.run.order, chosen=chosen(plan),
+        places={plan.room.kind: need.running} | {place: n for place, n in away.items() if n}, split=split(plan, host),
         changes=[FitChange(type=c.type, total=c.total, ctx=c.context) for c in tried],
-        speed=speed(plan, outlook.subject.shape, calibration, host),
-        budget=None,
-        parts=None,
-    )
+        speed=speed(plan, outlook.subject.shape, calibration, host), budget=None, parts=None,
+    )  # fmt: skip
 
 
 def notes_of(subject: PlannedModel, plan: Plan) -> list[str]:

@@ -51,6 +51,7 @@ class CheckpointTensor:
     layer: int | None = None  # number of its decoder layer
     embeds: bool = False  # an embedding: a pass reads only the rows of its tokens
     of_experts: bool = False  # of one expert or all experts of a layer: only int8 and int4 quantize these
+    joins: str = ""  # module whose projections a GPU joins with this one
 
     @property
     def matrix(self) -> int:
@@ -111,6 +112,8 @@ def of_files(source: Source) -> tuple[CheckpointTensor, ...]:
     """Return the text model's tensors by the file headers; none for pickles, which have no header."""
     is_tied = bool(source.text_config.get("tie_word_embeddings", source.config.get("tie_word_embeddings", False)))
     held, packing, sizes = [], CheckpointFormat.of(source.config), sizes_of(source.text_config, source.id)
+    each = {name: t for file in source.files for name, t in file.tensors.items()} if source.is_gguf else {}
+    stay = {kind: blocks.packed_sizes(each, kind) for kind in ("cpu", "cuda")}
     n_experts, hidden = sizes["experts"], sizes["hidden"]
     for file in source.files:
         for name, tensor in file.tensors.items():
@@ -123,11 +126,10 @@ def of_files(source: Source) -> tuple[CheckpointTensor, ...]:
             if of_experts and len(shape) == 3:
                 shape = _by_outputs(name, shape, hidden)
             is_float = tensor.dtype in _FLOATS or source.is_gguf or unpacked is not None
-            kinds = [kind for kind in ("cpu", "cuda") if source.is_gguf and blocks.stays_packed(name, tensor, kind)]
-            stays = {kind: blocks.packed_bytes(tensor.dtype, tensor.in_file, kind) for kind in kinds}
+            stays = {kind: found[name] for kind, found in stay.items() if name in found}
             packs = packs and source.family != "gpt2" and not name.endswith(_EXPANDS)
             layer = int(inside[1]) if inside is not None else None
-            of = (source.is_gguf, stays, layer, embeds, of_experts)
+            of = (source.is_gguf, stays, layer, embeds, of_experts, blocks.joined_with(name))
             held.append(CheckpointTensor(shape, tensor.nbytes, packs, is_float, *of))
     return tuple(held)
 
@@ -232,11 +234,13 @@ def weigh(
     share = 1.0 if not shape.experts else shape.linear_active / shape.linear
     by_layer, experts = [0] * shape.layers, [0] * shape.layers
     parts: Counter[int | None] = Counter()  # numbers of experts whose weights are separate tensors
+    joined: Counter[str] = Counter()  # bytes of a joined weight, which for a moment is beside its parts
     for h, size in zip(held, sizes, strict=True):
         if h.layer is not None and h.layer < shape.layers:
             by_layer[h.layer] += size
             experts[h.layer] += size * h.of_experts
         parts[h.layer] += math.prod(h.shape) * (h.is_part and not given)
+        joined[h.joins] += size if h.joins and device != "cpu" and served else 0
     embeddings = sum(size for h, size in zip(held, sizes, strict=True) if h.embeds)
     is_read = shape.is_tied and head == "none"
     # experts of 16 bits and more are quantized while loading, linear layers after all are loaded
@@ -245,17 +249,12 @@ def weigh(
     # two of three projections are joined; the joint tensor remains if it is not quantized
     put_together = number * max(parts.values(), default=0) * (4 if is_asked else 2) // 3
     return Weights(
-        memory=memory,
-        files=files,
-        loaded=loaded if sum(plain) != files or put_together > 0 else 0,
-        read=int((memory - (0 if is_read else embeddings)) * share),
-        active=share,
-        packing=_ROUNDING * max(packed, default=0) + put_together,
-        embeddings=embeddings,
-        layers=tuple(by_layer) if all(by_layer) else (),
-        experts=tuple(experts),
+        memory=memory, files=files, loaded=loaded if sum(plain) != files or put_together > 0 else 0,
+        read=int((memory - (0 if is_read else embeddings)) * share), active=share,
+        packing=max([_ROUNDING * max(packed, default=0) + put_together, *joined.values()]), embeddings=embeddings,
+        layers=tuple(by_layer) if all(by_layer) else (), experts=tuple(experts),
         largest=number * max((h.matrix for h in held if h.packs), default=0),
-    )
+    )  # fmt: skip
 
 
 def _size(h: CheckpointTensor, number: int, quant: str, device: str) -> int:

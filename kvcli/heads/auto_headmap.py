@@ -11,6 +11,7 @@ from kvcli.errors import BadConfig
 from kvcli.files import private_folder, write_private
 from kvcli.heads.request import ProbeRequest
 from kvcli.heads.run import probe
+from kvcli.methods.policies.fastgen.shipped_map import FOLDER, shipped_map
 from kvcli.prefix_cache.prefix_cache import cache_key
 from kvcli.quality.controls import full_profile
 from kvcli.schemas.heads import SAMPLE
@@ -26,11 +27,13 @@ FIELDS = ("kvcli", "torch", "transformers", "weights", "files", "config", "load.
 
 
 def auto_headmap(model: Model, folder: Path, tell: Callable[[str], None] = lambda said: None) -> Path:
-    """Return the path of the model's head map in `folder`, computed if missing.
+    """Return the path of the model's head map: the one that ships with kvcli, or one in `folder`, computed if missing.
 
     The `ablate` probe is used, because it also finds heads that act through other heads. Raises BadConfig for weights
     that are in no files, and BadModel if heads share their keys (MLA).
     """
+    if (shipped := shipped_map(model.lm)) is not None:
+        return shipped
     if (path := place(model.lm, folder)) is None:
         raise BadConfig(
             'policy.headmap = "auto" saves a map per model folder, and this model has none',
@@ -49,7 +52,7 @@ def auto_headmap(model: Model, folder: Path, tell: Callable[[str], None] = lambd
 
 def was_made(model: str, folder: Path) -> bool:
     """Return True if there is a map for a model of this name, whose files may have changed since."""
-    for path in folder.glob("*.json"):
+    for path in (*FOLDER.glob("*.json"), *folder.glob("*.json")):
         try:
             if json.loads(path.read_text(encoding="utf-8")).get("model") == model:
                 return True

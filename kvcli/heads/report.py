@@ -21,7 +21,6 @@ from kvcli.heads.request import ProbeRequest
 from kvcli.heads.run import Findings, by_kv_head, prompt_hash
 from kvcli.methods.policies.fastgen.recovery import punctuation
 from kvcli.models.text import decode
-from kvcli.policies.scoring.headmap import read_headmap
 from kvcli.quality.fingerprint import fingerprint
 from kvcli.schemas.heads import (
     HeadsCheck,
@@ -63,7 +62,7 @@ def document(model: Model, ask: ProbeRequest, found: Findings) -> HeadsDocument:
     lm, reading = model.lm, found.reading
     shape = (lm.n_layers, lm.n_kv_heads)
     judged = stacked(reading.layers, lm.n_layers) if reading else None
-    forced = _forced(ask, found, shape)
+    forced = _forced(lm, ask, found, shape)
     chosen = choose(judged.mass[ask.settings.measure], judged.cost, ask.settings, forced) if judged else None
     suggest = _suggest(found)
     return HeadsDocument(
@@ -71,6 +70,7 @@ def document(model: Model, ask: ProbeRequest, found: Findings) -> HeadsDocument:
         model=model.info.id,
         profile=model.profile.name,
         fingerprint=fingerprint(model),
+        weights=lm.hashes.of(lm.files.get("weights", [])),
         tokenizer=_hash_of_vocabulary(model),
         layers=lm.n_layers,
         kv_heads=lm.n_kv_heads,
@@ -144,8 +144,7 @@ def _offsets(found: Findings, shape: tuple[int, int]) -> list[list[int]] | None:
     if found.fetched is None or found.fetched.read is None:
         return None
     of_group = found.fetched.read.view(*shape, -1, len(OFFSETS)).amax(2)
-    best: list[list[int]] = of_group.argmax(-1).tolist()
-    return [[OFFSETS[i] for i in row] for row in best]
+    return [[OFFSETS[i] for i in row] for row in of_group.argmax(-1).tolist()]
 
 
 def _by_head(model: Model, reading: Reading | None, shape: tuple[int, int]) -> dict[str, Any]:
@@ -172,17 +171,16 @@ def _by_head(model: Model, reading: Reading | None, shape: tuple[int, int]) -> d
 
 def _rounded(table: Tensor) -> list[list[float]]:
     """Round a table to the decimals of a document."""
-    rows: list[list[float]] = table.double().tolist()
-    return [[round(value, DIGITS) for value in row] for row in rows]
+    return [[round(value, DIGITS) for value in row] for row in table.double().tolist()]
 
 
-def _forced(ask: ProbeRequest, found: Findings, shape: tuple[int, int]) -> Tensor:
+def _forced(lm: LM, ask: ProbeRequest, found: Findings, shape: tuple[int, int]) -> Tensor:
     """Return the heads [L, K] that keep everything by this run's head map or by the profile's head map."""
     forced = torch.zeros(shape, dtype=torch.bool)
     if found.ranked_by != "prompt":  # a map from the prompt probe must not override the choice from the same probe
         forced |= found.full
-    if ask.settings.headmap and found.reading is not None:
-        forced |= torch.tensor(read_headmap(ask.settings.headmap)) >= ask.settings.headmap_from
+    if found.reading is not None and (mapped := ask.settings.full_heads(lm)):
+        forced |= torch.tensor(mapped)
     return forced
 
 
@@ -272,8 +270,7 @@ def _notes(model: Model, ask: ProbeRequest, found: Findings) -> list[str]:
 
 
 def _hash_of_vocabulary(model: Model) -> str:
-    vocabulary = sorted(model.tokenizer.get_vocab().items())
-    return sha256(json.dumps(vocabulary).encode()).hexdigest()[:16]
+    return sha256(json.dumps(sorted(model.tokenizer.get_vocab().items())).encode()).hexdigest()[:16]
 
 
 # ---- memory ----

@@ -24,7 +24,7 @@ from kvcli.heads.request import BEST, ProbeRequest
 from kvcli.heads.restricted_heads import HeadWindow
 from kvcli.heads.retrieval import RetrievalResult, check, long_range_heads, probe_retrieval
 from kvcli.heads.sample import ProbeSample, samples
-from kvcli.policies.scoring.headmap import head_rows, refuse_latents
+from kvcli.policies.scoring.headmap import refuse_latents
 
 if TYPE_CHECKING:
     from kvcli.chat.model import Model
@@ -170,8 +170,7 @@ def _settled(model: Model, ask: ProbeRequest) -> FastGen:
 
     Raises BadInput for a head map of another model.
     """
-    if ask.settings.headmap:
-        head_rows(ask.settings.headmap, model.lm)
+    ask.settings.full_heads(model.lm)
     return ask.settings.on(model.lm.device.type)
 
 

@@ -206,17 +206,9 @@ class CacheFootprint:
         """Return the precision budget of `memory.budget`. `free`: the bytes that "fit" stands for. `has_more`: slots
         can be offloaded, up to `holds` slots per head."""
         return PrecisionBudget(
-            self.memory.budget.replace(" %", "%"),
-            free,
-            self.shapes,
-            self.number,
-            self.memory.bits,
-            self.kv.group,
-            *self._far_slots(has_more),
-            not self.sparse.describe_read,
-            holds,
-            self.memory.max_loss,
-        )
+            self.memory.budget.replace(" %", "%"), free, self.shapes, self.number, self.memory.bits, self.kv.group,
+            *self._far_slots(has_more), not self.sparse.describe_read, holds, self.memory.max_loss,
+        )  # fmt: skip
 
     def fit_bytes(self, spare: int, taken: int) -> int:
         """Return the bytes that `memory.budget = "fit"` stands for: the share of a sequence in the spare bytes, without

@@ -7,11 +7,13 @@ of its own.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 
 from kvcli.models.refusals import is_assistant
 from kvcli.models.source import Source, read_json
 
+_LAYER = re.compile(r"(?:^|\.)layers\.(\d{1,9})\.")
 # names that families use for the number of MTP layers
 _MTP = ("num_mtp_layers", "num_nextn_predict_layers", "mtp_num_hidden_layers")
 # families whose MTP layers transformers builds, by text model type; it drops those of other families
@@ -62,9 +64,14 @@ def _said(source: Source) -> int:
 def _held(source: Source) -> list[str]:
     """Names of the tensors of the MTP layers."""
     layers = source.text_config.get("num_hidden_layers")
-    beyond = f"layers.{layers}." if isinstance(layers, int) else "mtp."
-    names = [name for file in source.files for name in file.tensors]
-    return [name for name in names if name.startswith("mtp.") or ".mtp." in name or beyond in name]
+    return [name for file in source.files for name in file.tensors if is_of_mtp(name, layers)]
+
+
+def is_of_mtp(name: str, layers: object) -> bool:
+    """True if a tensor of this name belongs to an MTP layer of a model with so many other layers."""
+    number = _LAYER.search(name)
+    is_beyond = isinstance(layers, int) and number is not None and int(number[1]) >= layers
+    return name.startswith("mtp.") or ".mtp." in name or is_beyond
 
 
 def _is_built(source: Source) -> bool:

@@ -208,10 +208,7 @@ def refuse_split(
 def _encoder_decoder(config: Config, text: Config, family: str) -> list[str]:
     if not config.get("is_encoder_decoder"):
         return []
-    return [
-        "it is an encoder-decoder",
-        "kvcli stores the KV cache of one sequence; cross-attention needs a second one",
-    ]
+    return ["it is an encoder-decoder", "kvcli stores the KV cache of one sequence; cross-attention needs a second one"]
 
 
 def _writes_no_text(config: Config, text: Config, family: str) -> list[str]:

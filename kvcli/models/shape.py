@@ -262,23 +262,14 @@ def shape_of(config: Mapping[str, Any], name: str = "the model") -> Shape:
     stores = stores_of(config, LayerKVShape(kv_heads, dim, dim), layers, heads, name)
     is_even = len(set(stores)) == 1 and stores[0].key == stores[0].value and not stores[0].rank
     return Shape(
-        layers=layers,
-        hidden=hidden,
-        heads=heads,
-        kv_heads=max(of.kv_heads for of in stores),
+        layers=layers, hidden=hidden, heads=heads, kv_heads=max(of.kv_heads for of in stores),
         head_dim=max(of.key for of in stores),
-        inner=(found["experts"] and found["expert_inner"]) or found["inner"] or 4 * hidden,
-        vocab=found["vocab"],
-        limit=_limit(config, found["limit"] or _ENDLESS, name),
-        windows=_windows(config, layers, name),
-        is_tied=bool(config.get("tie_word_embeddings", False)),
-        experts=found["experts"],
-        active=found["active"],
-        is_capped=bool(config.get("attn_logit_softcapping")),
-        is_endless=not found["limit"],
-        uneven=() if is_even else stores,
-        folds=folds_of(config, layer_kinds(config, layers), hidden, name),
-    )
+        inner=(found["experts"] and found["expert_inner"]) or found["inner"] or 4 * hidden, vocab=found["vocab"],
+        limit=_limit(config, found["limit"] or _ENDLESS, name), windows=_windows(config, layers, name),
+        is_tied=bool(config.get("tie_word_embeddings", False)), experts=found["experts"], active=found["active"],
+        is_capped=bool(config.get("attn_logit_softcapping")), is_endless=not found["limit"],
+        uneven=() if is_even else stores, folds=folds_of(config, layer_kinds(config, layers), hidden, name),
+    )  # fmt: skip
 
 
 def is_complete(config: Mapping[str, Any]) -> bool:

@@ -75,11 +75,7 @@ class Chats(Guarded):
                 try_=["tokenize=False, add_generation_prompt=True", "transformers.AutoTokenizer, if you trust it"],
             )
         variables = {**self._tokenizer.special_tokens_map, "messages": conversation, "tools": None, "documents": None}
-        asked = {
-            "template": self._source(),
-            "variables": variables | options,
-            "now": datetime.now().isoformat(),
-        }
+        asked = {"template": self._source(), "variables": variables | options, "now": datetime.now().isoformat()}
         found = self._standby.ask(asked, lambda size: (SECONDS + size / PACE, OUTPUT + LONGER * size))
         if "refused" in found:
             from jinja2 import TemplateError

@@ -11,12 +11,7 @@ LEVEL = 0.95
 
 
 def bootstrap(
-    groups: Mapping[str, Sequence[float]],
-    seed: int,
-    *,
-    least: float = -inf,
-    most: float = inf,
-    rounds: int = ROUNDS,
+    groups: Mapping[str, Sequence[float]], seed: int, *, least: float = -inf, most: float = inf, rounds: int = ROUNDS
 ) -> tuple[float, float] | None:
     """Return the 95 % interval of the mean over groups of group means; samples are redrawn within their group.
 

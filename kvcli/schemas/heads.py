@@ -106,6 +106,7 @@ class HeadsDocument(Json):
     model: str
     profile: str
     fingerprint: str = Field(description="of the weights and this version")
+    weights: str = Field(description="hash of the weight files")
     tokenizer: str = Field(description="hash of the vocabulary")
     layers: Count
     kv_heads: Count

@@ -44,9 +44,7 @@ def keys_of(table: type) -> dict[str, Key]:
     """The keys of a table, in order: the fields that its constructor takes."""
     return {
         f.name: Key(
-            f.name,
-            _hint(table, f.name),
-            f.default if f.default_factory is dataclasses.MISSING else f.default_factory(),
+            f.name, _hint(table, f.name), f.default if f.default_factory is dataclasses.MISSING else f.default_factory()
         )
         for f in dataclasses.fields(table)
         if f.init

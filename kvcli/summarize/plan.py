@@ -183,22 +183,10 @@ class _Desk:
         held = max(prompts) + self.answer
         estimate, available = self.window.foretell(held) if self.window.foretell else (0, 0)
         return Plan(
-            request=self.request,
-            wording=self.wording,
-            mode=mode,
-            why=why,
-            unit=self.unit,
-            parts=tuple(parts),
-            tokens=tokens,
-            prompts=tuple(prompts),
-            merges=merges,
-            answer=self.answer,
-            limit=self.window.limit,
-            seconds=self._seconds(prompts, merges),
-            estimate=estimate,
-            available=available,
-            drafts=self.window.drafts,
-        )
+            request=self.request, wording=self.wording, mode=mode, why=why, unit=self.unit, parts=tuple(parts),
+            tokens=tokens, prompts=tuple(prompts), merges=merges, answer=self.answer, limit=self.window.limit,
+            seconds=self._seconds(prompts, merges), estimate=estimate, available=available, drafts=self.window.drafts,
+        )  # fmt: skip
 
     def _merges(self, n: int) -> int:
         """Return the turns that merge `n` summaries, if each answer has its maximal length."""

@@ -42,12 +42,7 @@ def pieces(point: str, brackets: Sequence[Bracket]) -> list[str]:
 
 
 def point_of(
-    raw: Raw,
-    checker: Checker | None,
-    documents: Sequence[str] = (),
-    *,
-    quotes: bool = False,
-    places: bool = False,
+    raw: Raw, checker: Checker | None, documents: Sequence[str] = (), *, quotes: bool = False, places: bool = False
 ) -> Point:
     """Return one point with its citations checked; without a checker they are unchanged.
 

@@ -82,8 +82,7 @@ def _refuse(request: Request) -> None:
 def _refuse_making(request: Request) -> None:
     if request.chunk is not None and request.chunk < LEAST_CHUNK:
         raise UsageError(
-            f"--chunk {request.chunk}: a part has at least {LEAST_CHUNK} tokens",
-            try_=["--chunk 2048", "no --chunk"],
+            f"--chunk {request.chunk}: a part has at least {LEAST_CHUNK} tokens", try_=["--chunk 2048", "no --chunk"]
         )
     if request.overlap < 0:
         raise UsageError(f"--overlap {request.overlap}: at least 0 tokens", try_=["--overlap 100", "no --overlap"])

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import io
+import sys
 from random import Random
 
 import pytest
 
-from kvcli.documents import document_of, read, scanned_pages
-from kvcli.documents.document import Parsed, Section
+from kvcli.documents import document_of, read, recognized_pages, scanned_pages
+from kvcli.documents.document import Parsed, ParseJob, Section
+from kvcli.documents.reading_order import LinePiece
+from kvcli.documents.worker import parse, prepare
 from kvcli.errors import BadInput
 from tests.documents import made
 
@@ -54,6 +57,52 @@ def test_too_many_scanned_pages_are_refused_with_their_number(asked, monkeypatch
         document_of(b"%PDF-1.4\n", "a.pdf")
 
 
+def test_a_page_is_recognized_once(tmp_path, monkeypatch):
+    """Its lines are saved privately; a damaged file, an encrypted document or another document is none of these."""
+    pytest.importorskip("rapidocr")
+    parsed, line = [], LinePiece("scan", 72, 90, 200, 102, 9, base=99.6)
+
+    def parse(file, job, limits):
+        parsed.append(job)
+        if job.ocr == "off":
+            return Parsed("pdf", "page", [Section(1, "1", "words")], without_text=[2, 3], n_pages=3)
+        new = [page for page, _ in job.spans if page not in job.known]
+        assert job.recognizes == bool(new)
+        sections = [Section(page, str(page), "scan", True) for page, _ in job.spans]
+        return Parsed("pdf", "page", sections, n_pages=3, lines={page: [line] for page in new})
+
+    monkeypatch.setattr(read, "parse_outside", parse)
+
+    def known(data=b"%PDF-1.4\n", **how):
+        document = document_of(data, "a.pdf", cache=tmp_path, **how)
+        assert document.recognized == (2, 3)
+        return parsed[-1].known
+
+    assert known() == {}
+    assert known() == {2: [line], 3: [line]}
+    (saved,) = (tmp_path / "ocr").iterdir()
+    assert saved.stat().st_mode & 0o777 == 0o600
+    assert known(b"%PDF-1.5\n") == known(password="river") == {}
+    for damage in (saved.read_bytes().replace(b"scan", b"scam"), b"", b"{}"):
+        saved.write_bytes(damage)
+        assert known() == {}
+    monkeypatch.setattr(recognized_pages, "MOST_BYTES", saved.stat().st_size)
+    assert known(b"%PDF-1.6\n") == {}
+    assert len(list((tmp_path / "ocr").iterdir())) == 1
+    assert known() == {}
+
+
+def test_lines_that_are_known_are_read_without_recognition(monkeypatch):
+    """In the reader: the text is that of the lines, and nothing of OCR is imported."""
+    monkeypatch.setitem(sys.modules, "kvcli.documents.ocr", None)
+    line = LinePiece("Known words.", 72, 90, 200, 102, 9, base=99.6)
+    job = ParseJob("a.pdf", "pdf", ((1, 1),), ocr="auto", known={1: [line]})
+    assert prepare(job) == {}
+    found = parse(io.BytesIO(scan(made.plain(Random(1)).data)), job)
+    assert [(section.text, section.is_ocr) for section in found.sections] == [("Known words.", True)]
+    assert found.lines == {}
+
+
 def scan(data: bytes, turn: float = 0, dpi: int = 150) -> bytes:
     """A file whose pages are pictures of those of a PDF, turned by some degrees."""
     import pypdfium2 as pdfium
@@ -81,12 +130,14 @@ def scan(data: bytes, turn: float = 0, dpi: int = 150) -> bytes:
     ],
     ids=["plain", "inclined", "sideways", "upside down", "columns", "running heads"],
 )
-def test_text_of_scanned_pages_is_read_in_order(make, turn):
+def test_text_of_scanned_pages_is_read_in_order(make, turn, tmp_path):
     pytest.importorskip("rapidocr")
     pytest.importorskip("onnxruntime")
     one = make(Random(1))
     told = []
-    document = document_of(scan(one.data, turn), "a.pdf", on_page=lambda i, n: told.append((i, n)))
+    data = scan(one.data, turn)
+    document, again = (document_of(data, "a.pdf", on_page=lambda *of: told.append(of), cache=tmp_path) for _ in "ab")
+    assert again == document
     assert told == [(i, len(one.pages)) for i in range(1, len(one.pages) + 1)]
     assert len(document.recognized) == len(document.sections)
     for section, page in zip(document.sections, one.pages, strict=True):

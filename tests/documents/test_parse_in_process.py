@@ -103,7 +103,7 @@ def test_what_is_nested_too_deeply_is_called_by_its_kind(monkeypatch):
     def deep(*_):
         raise RecursionError
 
-    job = b'{"name": "a", "kind": "zip", "spans": [], "password": null, "typed": false}\n'
+    job = b'{"name": "a", "kind": "zip", "spans": [], "password": null, "typed": false, "known": {}}\n'
     monkeypatch.setattr(worker, "parse", deep)
     monkeypatch.setattr(worker, "set_limits", lambda *_: None)
     monkeypatch.setattr(worker, "enter_sandbox", lambda: None)

@@ -107,7 +107,8 @@ def test_what_does_not_fit_exits_5_and_says_what_would(machine):
     assert all(change["total"] <= usable for change in plan["changes"])
 
 
-def test_a_budget_is_explained(machine):
+def test_a_budget_is_explained(machine, monkeypatch):
+    monkeypatch.setattr("kvcli.heads.auto_headmap.FOLDER", machine.folder)  # no map ships
     args = ("fit", "demo", "-P", "budget", "--ctx", "8k", "--ram", "8GiB", "--explain")
     (plan,) = document(machine(*args, "--json"))["plans"]
     found, token = plan["budget"], plan["kv_per_token"]

@@ -124,6 +124,11 @@ def in_blocks(path: Path) -> tuple[source.Source, Any]:
     return found, load_weights(folder, read_config(folder, False), "bf16", torch.device("cpu"), False)[0]
 
 
+def _stored(these: list[Weight]) -> dict[int, int]:
+    """Bytes of the tensors of weights, of which several may share one."""
+    return {t.data_ptr(): t.nbytes for w in these for t in w.tensors if t is not w.arrivals}
+
+
 @pytest.mark.parametrize("is_tied", [True, False])
 def test_a_file_is_loaded_in_its_blocks_and_fit_knows_their_bytes(
     tmp_path: Path, served: None, monkeypatch: pytest.MonkeyPatch, is_tied: bool
@@ -143,11 +148,17 @@ def test_a_file_is_loaded_in_its_blocks_and_fit_knows_their_bytes(
     assert (mine - right).norm() < 0.03 * right.norm()
     subject = subject_of(found)
     foretold = weigh(subject.held, subject.shape, number=2, quant="none", device="cuda", given=False)
-    tensors = [t for w in linears for t in w.as_weight.tensors[:1] + w.as_weight.tensors[2:]]
-    tensors += [p for p in model.parameters() if p.dim() == 1]
-    if not is_tied:
-        tensors += [t for t in table.form.weight.tensors if t is not table.form.weight.arrivals]  # type: ignore[attr-defined]
-    assert foretold.memory == sum(t.nbytes for t in tensors)
+    (layer,) = model.model.layers
+    attends, mlp, pairs = layer.self_attn, layer.mlp, list[int]()
+    for parts in ([attends.q_proj, attends.k_proj, attends.v_proj], [mlp.gate_proj, mlp.up_proj]):
+        product = merged(parts)
+        assert product is not None
+        pairs.append(sum(_stored([product.weight]).values()))
+        share_(parts, product)
+    held = [w.as_weight for w in linears] + [table.form.weight]  # type: ignore[attr-defined]
+    plain = sum(p.nbytes for p in model.parameters() if p.dim() == 1)
+    assert foretold.memory == sum(_stored(held).values()) + plain
+    assert foretold.packing == max(pairs)  # beside the parts, until these are freed
 
 
 def test_heads_of_several_formats_are_one_launch(served: None, monkeypatch: pytest.MonkeyPatch):

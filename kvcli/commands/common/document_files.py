@@ -152,9 +152,9 @@ def read_file(world: Environment, name: str, how: ReadOptions = PLAIN) -> Docume
                 raise BadInput(f"cannot fetch {name}: --offline is set", code="not_fetched", try_=["leave it out"])
             from kvcli.documents.fetch import read_address
 
-            return read_address(name, **asdict(how), on_page=on_page)
+            return read_address(name, **asdict(how), on_page=on_page, cache=world.paths.cache)
         path = name if split_pages(name)[0] in BUNDLED else world.path(name)
-        return read_document(path, name=name, **asdict(how), on_page=on_page)
+        return read_document(path, name=name, **asdict(how), on_page=on_page, cache=world.paths.cache)
 
 
 def read_system(world: Environment, text: str | None, file: str | None) -> str | None:

@@ -46,7 +46,7 @@ def read_question(
     documents = [*documents]
     if prompt is not None and prompt != "-":
         if has_piped_input(world) and (data := read_stdin(world)).strip():
-            documents.append(document_of(data, STDIN))
+            documents.append(document_of(data, STDIN, cache=world.paths.cache))
             tell(world, f"{STDIN} is attached as a document: {len(data):,} bytes")
             tell_notes(world, documents[-1])
         text: str | None = well_formed(prompt, "the prompt")

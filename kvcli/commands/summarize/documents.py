@@ -104,7 +104,7 @@ def _file_of(world: Environment, name: str) -> object:
 
 def _read(world: Environment, name: str, how: ReadOptions) -> Document:
     if name == "-":
-        return document_of(read_stdin(world), STDIN, **asdict(how))
+        return document_of(read_stdin(world), STDIN, **asdict(how), cache=world.paths.cache)
     return read_file(world, name, how)
 
 

@@ -81,14 +81,7 @@ class SummarizeOptions(Options, panel="The model"):
         if parts.on is not None and parts.on.partition("://")[0] != "ray":
             raise UsageError(f"--on {parts.on}: ray or ray://ADDRESS", try_=["--on ray"])
         return Request(
-            mode=parts.mode,
-            length=length_of(said.length) if said.length is not None else None,
-            style=said.style,
-            focus=said.focus,
-            lang=said.lang,
-            cite=said.cite == "page",
-            check=said.check,
-            quotes=said.quotes,
-            chunk=o.tokens(parts.chunk, "--chunk") if parts.chunk is not None else None,
-            overlap=parts.overlap,
-        )
+            mode=parts.mode, length=length_of(said.length) if said.length is not None else None, style=said.style,
+            focus=said.focus, lang=said.lang, cite=said.cite == "page", check=said.check, quotes=said.quotes,
+            chunk=o.tokens(parts.chunk, "--chunk") if parts.chunk is not None else None, overlap=parts.overlap,
+        )  # fmt: skip

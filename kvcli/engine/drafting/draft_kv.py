@@ -118,17 +118,9 @@ class DraftTreeKV(BorrowingReader):
         last = layers[-1] if layers else None
         of = self._lm, rows, self
         result = yield ForwardRequest(
-            *of,
-            want=range(n),
-            draw=draw,
-            logits_hook=logits_hook,
-            layers=last,
-            hidden=hidden,
-            record_hidden_states=shows,
-            record_queries=record_queries,
-            states=states,
-            follows=follows,
-        )
+            *of, want=range(n), draw=draw, logits_hook=logits_hook, layers=last, hidden=hidden,
+            record_hidden_states=shows, record_queries=record_queries, states=states, follows=follows,
+        )  # fmt: skip
         if states is not None and result.fold is not None:
             self._folds += [(result.fold, states, i + 1) for i in range(n)]
         self.ids += ids

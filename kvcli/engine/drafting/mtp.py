@@ -10,16 +10,18 @@ from __future__ import annotations
 from typing import Any
 
 from torch import Tensor
-from transformers import PreTrainedModel
-from transformers.modeling_layers import MtpModel
+from transformers import PreTrainedModel, modeling_layers
+from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
 from transformers.modeling_outputs import CausalLMOutput
 
 from kvcli.engine.hf.cache_shim import target_hidden_states
 from kvcli.engine.hf.lm import LM
 from kvcli.engine.hf.model_probe import quiet
 from kvcli.engine.loading.open_lm import capture_like, wrap_lm
+from kvcli.engine.resources import drop_pages
 from kvcli.errors import BadModel
 from kvcli.kv.out_of_memory import CacheFull, as_cache_full
+from kvcli.models.gguf import convert
 from kvcli.models.refusals import blame_files
 
 
@@ -28,7 +30,7 @@ class Mtp(PreTrainedModel):  # type: ignore[misc]
 
     _supports_sdpa = True
 
-    def __init__(self, layers: MtpModel) -> None:
+    def __init__(self, layers: modeling_layers.MtpModel) -> None:
         layers.layers = layers.layers[:1]
         layers.config.num_hidden_layers = 1
         super().__init__(layers.config)
@@ -63,6 +65,35 @@ class Mtp(PreTrainedModel):  # type: ignore[misc]
         return CausalLMOutput(logits=self.mtp._project_to_logits(x if logits_to_keep is None else x[:, logits_to_keep]))
 
 
+class MtpModel(modeling_layers.MtpModel):  # type: ignore[misc]  # Any to mypy, as all of transformers
+    """MTP layers with the weights of a GGUF file quantized as there."""
+
+    _keys_to_ignore_on_load_missing = (r"^shared_head\.", r"^embed_tokens\.")  # the model's, which may be quantized
+
+    def __init__(self, model: PreTrainedModel, n: int) -> None:
+        super().__init__(model, n)
+        stated, names = getattr(model.config, "quantization_config", None), self.state_dict()
+        changes = self.get_weight_conversions(model)
+        each = [[c for c in changes if isinstance(c, kind)] for kind in (WeightRenaming, WeightConverter)]
+        here = {
+            rename_source_key(name, *each, self.base_model_prefix, names)[0]: how
+            for name, how in convert.kept_in(model.config, stated, of_mtp=True).items()
+        }
+        self.quantized = {name: how for name, how in here.items() if name in names}  # no head or embedding of its own
+        convert.expect_(self, self.quantized)
+
+    def is_custom_code(self) -> bool:
+        """Return False, for transformers finds the names of the tensors by those of its own classes."""
+        return False
+
+    @classmethod
+    def loaded(cls, lm: LM) -> MtpModel:
+        """Return the layers in the files of a model, on its device."""
+        found: MtpModel = cls.from_pretrained(lm.model, device_map={"": lm.device})
+        convert.attach_(found, found.quantized, lm.device, drop_pages)
+        return found
+
+
 def mtp_of(lm: LM) -> LM:
     """Return the MTP layers in the files of this model, loaded once. Raises BadModel if there are none that can be
     used, CacheFull if memory is too small."""
@@ -71,7 +102,7 @@ def mtp_of(lm: LM) -> LM:
         with quiet(), blame_files(lambda said: _refusal(lm, said)):
             _name_layers(config)
             try:
-                lm.remembers[Mtp] = wrap_layers(lm, MtpModel.from_pretrained(lm.model, device_map={"": lm.device}))
+                lm.remembers[Mtp] = wrap_layers(lm, MtpModel.loaded(lm))
             except Exception as error:
                 if (lack := as_cache_full(error)) is None:
                     raise
@@ -81,7 +112,7 @@ def mtp_of(lm: LM) -> LM:
     return found
 
 
-def wrap_layers(lm: LM, layers: MtpModel) -> LM:
+def wrap_layers(lm: LM, layers: modeling_layers.MtpModel) -> LM:
     """Wrap layers that are built already. Raises BadModel if their attention is not supported."""
     name, info = f"{lm.info.id} (MTP)", lm.info
     return capture_like(wrap_lm(Mtp(layers), id=name, path=info.path, revision=info.revision), lm)

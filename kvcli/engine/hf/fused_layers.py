@@ -52,7 +52,8 @@ def _fuse_alike(lm: LM, layers: Sequence[nn.Module], group: Sequence[int], trial
     """Replace all layers of a kind if the tested ones agree. Return their number."""
     first = trials[group[0]]
     for turns in (True, False):
-        tried = [(_fused(layers[i], trials[i], turns), trials[i]) for i in first_and_last(group)]
+        # one by one, because each is a copy of weights until all agree
+        tried = ((_fused(layers[i], trials[i], turns), trials[i]) for i in first_and_last(group))
         if all(fused is not None and _is_same(fused, trial) for fused, trial in tried):
             for i in group:
                 fused = _fused(layers[i], replace(first, asked=replace(first.asked, layer=i)), turns)

@@ -224,7 +224,8 @@ def load_weights(
             output_loading_info=True,
         )
     _check_loading(source, loading)
-    convert.attach_(model, device, drop_pages)
+    stated = getattr(model.config, "quantization_config", None)
+    convert.attach_(model, convert.kept_in(model.config, stated), device, drop_pages)
     if packing.method == convert.METHOD:
         model.to(device)
     apply_adapters(model, adapters, drop_pages)

@@ -18,15 +18,7 @@ from kvcli.kernels.attend import attend
 from kvcli.kernels.attend_invariant import WIDEST, NewRows, StoredKV, attend_part, serves
 from kvcli.kernels.merge_attention import PartialAttention
 from kvcli.kernels.rope import Rotary, rotate, unrotate
-from kvcli.kv.slots import (
-    AttentionParams,
-    LayerShape,
-    Slots,
-    Usage,
-    attend_new_only,
-    storing_layer_of,
-    visible,
-)
+from kvcli.kv.slots import AttentionParams, LayerShape, Slots, Usage, attend_new_only, storing_layer_of, visible
 from kvcli.kv.snapshot import SnapshotReader, State
 from kvcli.kv.tiers.block_run import BlockRun, PartCodec, RunForm
 from kvcli.kv.tiers.lower_tier import StoredBelow

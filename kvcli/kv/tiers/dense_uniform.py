@@ -47,16 +47,9 @@ class UniformLayer:
         pos = slots.pos[:1].to("cpu", torch.int32, copy=True)
         k, v = slots.each(Tensor.contiguous)
         return UniformLayer(
-            k=k,
-            v=v,
-            pos=pos,
-            step=step,
-            length=slots.n_slots,
-            highest=int(pos.max()) if slots.n_slots else -1,
-            ordered=rises(pos[0]),
-            slides=slides,
-            noted=slots.n_slots,
-        )
+            k=k, v=v, pos=pos, step=step, length=slots.n_slots, highest=int(pos.max()) if slots.n_slots else -1,
+            ordered=rises(pos[0]), slides=slides, noted=slots.n_slots,
+        )  # fmt: skip
 
     @staticmethod
     def made(given: SnapshotReader, shape: LayerShape, like: Tensor, step: int, slides: bool = False) -> UniformLayer:

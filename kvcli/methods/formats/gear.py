@@ -62,9 +62,6 @@ class Gear(BlockFormat):
         v = of_slots(codes[3:6], kv.v_bits, exact)
         k, v = (
             merge_outliers(t + product(a, b, exact), at, found)
-            for t, (at, found), (a, b) in (
-                (k, codes[6:8], codes[10:12]),
-                (v, codes[8:10], codes[12:]),
-            )
+            for t, (at, found), (a, b) in ((k, codes[6:8], codes[10:12]), (v, codes[8:10], codes[12:]))
         )
         return k.mT, v

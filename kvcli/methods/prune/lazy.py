@@ -75,10 +75,12 @@ class LazyLLM(Schedule):
         return self.revive_interval if self.scope == "prefill+decode" else None
 
     def footprint(self, n: int, of: ModelSizes) -> Footprint:
-        """Return the hidden states of the tokens that the schedule defers, if they can be revived."""
-        is_deferred = self.compression_interval is not None and n >= self.min_prompt
-        deferred = n - math.ceil(self.last * n) if is_deferred else 0
-        return Footprint(beside=deferred * of.hidden * of.number)
+        """Return the hidden states of the tokens that the schedule defers, if they can be revived. Where rows attend to
+        selected tokens, a layer's slots are there three more times while some of them rest and others return."""
+        if self.compression_interval is None or n < self.min_prompt:
+            return Footprint()
+        moved = 3 * n * of.last_slot if self.attend_to == "selected" else 0
+        return Footprint(beside=(n - math.ceil(self.last * n)) * of.hidden * of.number + moved)
 
     def describe(self, lm: LM) -> str:
         """Describe the schedule, and whether a deferred token's hidden state takes more memory than the KV it saves."""

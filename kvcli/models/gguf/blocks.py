@@ -5,7 +5,8 @@ A row of such a tensor is a row of whole blocks, so rows are read in any order a
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import prod
 from typing import TYPE_CHECKING, Any
@@ -24,7 +25,9 @@ if TYPE_CHECKING:
 
 Bytes = NDArray[np.uint8]
 _STRETCH = 1 << 22  # numbers dequantized at a time: 16 MiB in float32
-_WEIGHTS = ("_proj.weight", "embed_tokens.weight", "lm_head.weight")  # tensors of linear layers and embeddings
+# tensors of linear layers and embeddings
+_WEIGHTS = ("_proj.weight", "embed_tokens.weight", "lm_head.weight", "mtp.fc.weight")
+_JOINED = re.compile(r"(.+)\.(?:[qkv]|gate|up)_proj\.weight$")  # projections that a GPU multiplies as one
 
 
 def stretches(rows: int, columns: int) -> Iterator[slice]:
@@ -36,7 +39,7 @@ def stretches(rows: int, columns: int) -> Iterator[slice]:
 def stays_packed(name: str, tensor: TensorHeader, kind: str) -> bool:
     """True if a tensor of this transformers name is multiplied without dequantizing it on this kind of device; "" =
     none."""
-    if not kind or name.startswith("mtp."):  # a draft head loads its layers itself, as numbers
+    if not kind:
         return False
     # no panel has outputs of two experts
     of_experts = kind == "cpu" and len(tensor.shape) == 3 and ".experts." in name and tensor.in_file[1] % PANEL == 0
@@ -45,13 +48,40 @@ def stays_packed(name: str, tensor: TensorHeader, kind: str) -> bool:
     return is_served and not tensor.is_made and tensor.dtype in PACKED and has_kernel
 
 
-def packed_bytes(kind: str, shape: Sequence[int], device: str = "cpu") -> int:
+def packed_bytes(kind: str, shape: Sequence[int], device: str = "cpu", *, is_joined: bool = False) -> int:
     """Bytes of a weight [N, K], or of those of experts [E, N, K], on a kind of device. A GPU has 4 or 8 bits a code,
-    and 8 a factor."""
-    of = PACKED[kind].format
+    and 8 a factor; `is_joined`: the weight became a part of one in 8 bits (Weight.merged)."""
+    of = _EIGHTS if is_joined else PACKED[kind].format
     if device != "cpu":
         of = replace(of, bits=4 if of.bits <= 4 else 8, factor_bits=8 if of.factor_bits else 0)
     return sum(of.nbytes(prod(shape[:-1]), shape[-1]))
+
+
+def joined_with(name: str) -> str:
+    """Return the module whose projections a GPU multiplies as one with this tensor; "" = it stays by itself."""
+    found = _JOINED.match(name)
+    return found[1] if found else ""
+
+
+def packed_sizes(tensors: Mapping[str, TensorHeader], device: str) -> dict[str, int]:
+    """Bytes of each tensor that stays quantized on a kind of device, once projections of several formats are joined
+    there. A model whose layers stay as transformers has them joins none of q, k and v, and takes less."""
+    kept = {name: t for name, t in tensors.items() if stays_packed(name, t, device)}
+    groups: dict[str, list[str]] = {}
+    for name in tensors if device == "cuda" else ():
+        groups.setdefault(joined_with(name), []).append(name)
+    groups.pop("", None)
+    joined = {module for module, group in groups.items() if _becomes_eights([kept.get(name) for name in group])}
+    return {
+        name: packed_bytes(t.dtype, t.in_file, device, is_joined=joined_with(name) in joined)
+        for name, t in kept.items()
+    }
+
+
+def _becomes_eights(group: Sequence[TensorHeader | None]) -> bool:
+    """True if these quantized weights (None: another) differ in format and can be joined all the same."""
+    able = [t for t in group if t is not None and PACKED[t.dtype].format.factor_bits and not t.shape[0] % PANEL]
+    return len(able) == len(group) and len({t.dtype for t in able}) > 1
 
 
 def numbers(raw: Bytes, kind: str) -> Tensor:
@@ -147,3 +177,4 @@ PACKED = {
                      factors=_six_bits(Plane(4, 4, 4, 1), Plane(2, 2, 2, 1))),
     "MXFP4": Blocks(17, _table(MXFP4, 32, is_bf16=True), Plane(1, 16, 4, 16), d=(0, 1)),
 }  # fmt: skip
+_EIGHTS = Format(8, 16, 0, 256, True, 8)  # holds the numbers of all formats with factors

@@ -40,8 +40,9 @@ from kvcli.kernels.moe_linear.tensor import Experts
 from kvcli.models import source
 from kvcli.models.catalog import Hashes, Stamped, releases
 from kvcli.models.control_words import spelled
+from kvcli.models.draft_heads import is_of_mtp
 from kvcli.models.gguf.architectures import Piece
-from kvcli.models.gguf.blocks import PACKED, Bytes, packed_bytes, stays_packed
+from kvcli.models.gguf.blocks import PACKED, Bytes, packed_bytes, packed_sizes, stays_packed
 from kvcli.models.gguf.config import Described, describe
 from kvcli.models.gguf.header import BLOCKS, Header, read
 from kvcli.models.gguf.pieces import raw_rows, values
@@ -77,33 +78,46 @@ def register() -> None:
         def is_serializable(self, *_: Any, **__: Any) -> bool:
             return False
 
-        def _process_model_before_weight_loading(self, model: nn.Module, **_: Any) -> None:
-            for name, (kind, *shape) in self.quantization_config.weights.items():
-                path, _, own = name.rpartition(".")
-                module, of_experts = model.get_submodule(path), len(shape) == 3
-                if not of_experts and type(module) is not nn.Linear and not isinstance(module, nn.Embedding):
-                    raise TypeError(f"{name} is quantized in the file, but is no linear layer or embedding")
-                there = list(getattr(module, own).shape)
-                if shape != there and not (of_experts and sorted(shape) == sorted(there)):
-                    raise ValueError(f"{name} is {shape} in the file, and {there} in the model")
-                blob = torch.empty(packed_bytes(kind, shape), dtype=torch.uint8, device="meta")
-                setattr(module, own, nn.Parameter(blob, requires_grad=False))
+        def _process_model_before_weight_loading(self, model: Any, **_: Any) -> None:
+            expect_(model, kept_in(model.config, self.quantization_config))
+
+
+def kept_in(config: Any, stated: Any, *, of_mtp: bool = False) -> dict[str, Any]:
+    """Return type and shape of the weights that stay quantized, of a model with these settings or of its MTP layers."""
+    names = stated.weights if getattr(stated, "quant_method", "") == METHOD else {}
+    layers = getattr(config.get_text_config(), "num_hidden_layers", None)
+    return {name: how for name, how in names.items() if is_of_mtp(name, layers) == of_mtp}
+
+
+def expect_(model: nn.Module, weights: Mapping[str, Any]) -> None:
+    """Make room for the bytes of weights in place of their numbers, in a model that is not loaded yet."""
+    for name, (kind, *shape) in weights.items():
+        path, _, own = name.rpartition(".")
+        module, of_experts = model.get_submodule(path), len(shape) == 3
+        if not of_experts and type(module) is not nn.Linear and not isinstance(module, nn.Embedding):
+            raise TypeError(f"{name} is quantized in the file, but is no linear layer or embedding")
+        there = list(getattr(module, own).shape)
+        if shape != there and not (of_experts and sorted(shape) == sorted(there)):
+            raise ValueError(f"{name} is {shape} in the file, and {there} in the model")
+        blob = torch.empty(packed_bytes(kind, shape), dtype=torch.uint8, device="meta")
+        setattr(module, own, nn.Parameter(blob, requires_grad=False))
 
 
 @torch.no_grad()
-def attach_(model: Any, device: torch.device, done_with: Callable[[Tensor], object]) -> None:
+def attach_(
+    model: Any, weights: Mapping[str, Any], device: torch.device, done_with: Callable[[Tensor], object]
+) -> None:
     """Replace the loaded bytes of quantized weights by layers that multiply them on `device`, one at a time. Of the
     model all else stays where it is.
 
     A head that is tied to the embedding shares its memory. `done_with` gets each old tensor.
     """
-    stated: Any = getattr(model.config, "quantization_config", None)
     room = WeightArena()
     users: dict[int, list[tuple[nn.Module, str, nn.Module]]] = {}
     for parent in model.modules():
         for name, module in parent.named_children():
             users.setdefault(id(module._parameters.get("weight")), []).append((parent, name, module))
-    for full, (kind, *shape) in stated.weights.items() if getattr(stated, "quant_method", "") == METHOD else ():
+    for full, (kind, *shape) in weights.items():
         old = model.get_parameter(full)
         is_skinny = not triton_support.why_not(device, model.dtype)
         blob = torch.empty_like(old, device=device) if is_skinny else room.empty((old.nbytes // 4,)).view(torch.uint8)
@@ -165,17 +179,12 @@ def _used(copy: Path) -> int:
     return file.stat().st_atime_ns if file.exists() else 0
 
 
-VERSION = 5  # version of the output format
+VERSION = 6  # version of the output format
 _KINDS = {"bfloat16": "BF16", "float16": "F16", "float32": "F32", "float64": "F64"}  # torch's name, safetensors' name
 
 
 def convert_if_needed(
-    found: Source,
-    dtype: str,
-    cache: Path,
-    *,
-    keeps_on: str,
-    tell: Callable[[str], None] | None = None,
+    found: Source, dtype: str, cache: Path, *, keeps_on: str, tell: Callable[[str], None] | None = None
 ) -> Source:
     """Return the model as a folder, weights in `dtype` (auto, bf16, ...). Blocks remain quantized as far as a device of
     the kind `keeps_on` multiplies them; "" = none do.
@@ -205,15 +214,16 @@ def conversion_notes(found: Source, dtype: str, *, keeps_on: str) -> tuple[str, 
     for a GPU with their bytes, because codes of 5 and 6 bits take 8 there."""
     if not found.is_gguf:
         return ()
-    tensors = [(name, t) for file in found.files for name, t in file.tensors.items() if t.dtype in BLOCKS]
+    tensors = {name: t for file in found.files for name, t in file.tensors.items()}
+    sizes = packed_sizes(tensors, keeps_on)
     on_gpu, number, notes = keeps_on == "cuda", getattr(torch, dtype).itemsize, list[str]()
     for keeps in (True, False):
-        held = [t for name, t in tensors if stays_packed(name, t, keeps_on) == keeps]
-        here = sum(packed_bytes(t.dtype, t.in_file, keeps_on) if keeps else prod(t.shape) * number for t in held)
+        held = {name: t for name, t in tensors.items() if t.dtype in BLOCKS and (name in sizes) == keeps}
+        here = sum(sizes.get(name, prod(t.shape) * number) for name, t in held.items())
         kept = "GGUF tensors that stay quantized" if on_gpu else "GGUF tensors that run in the file's bits"
         what = kept if keeps else f"GGUF tensors converted to {dtype}"
-        each = ", ".join(f"{n} {of}" for of, n in sorted(Counter(t.dtype for t in held).items()))
-        size = f"; {sum(t.nbytes for t in held) >> 20:,} MiB in the file, {here >> 20:,} MiB on the GPU"
+        each = ", ".join(f"{n} {of}" for of, n in sorted(Counter(t.dtype for t in held.values()).items()))
+        size = f"; {sum(t.nbytes for t in held.values()) >> 20:,} MiB in the file, {here >> 20:,} MiB on the GPU"
         notes += [f"{what}: {each}{size if on_gpu else ''}"] * bool(held)
     return tuple(notes)
 

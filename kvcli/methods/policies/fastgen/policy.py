@@ -7,6 +7,10 @@ can be measured: all tokens are kept, the answer's too, until a later prompt is 
 published: all rows, their plain mean, no guard window. Heads named by `headmap` keep everything. Sliding-window layers
 are not evicted. With `recovery = "auto"` T is searched: the newest prompt tokens are predicted again from the slots
 that heads would keep, and T is the lowest that predicts them well.
+
+A later measurement (`reprofile_interval`) covers the slots that the cache still shows: a head that then needs more
+keeps more of these and of new tokens. Evicted slots are gone; demoted ones stay in their tier, where rows read them,
+because a tiered cache moves no slot up.
 """
 
 from __future__ import annotations
@@ -36,27 +40,36 @@ class FastGen(FastGenSettings, Policy):
     def requirements(self, lm: LM) -> PolicyRequirements:
         """Return the policy's requirements. Raises BadInput for a head map that cannot be read or is of another model,
         and BadModel if heads store no keys of their own."""
-        from kvcli.engine.sequence.state import SYSTEM, TOOLS
+        from kvcli.engine.sequence.state import QUESTION, SYSTEM, TOOLS
         from kvcli.methods.policies.fastgen.text_state import FastGenState
-        from kvcli.policies.scoring.headmap import head_rows, refuse_latents
+        from kvcli.policies.scoring.headmap import refuse_latents
 
         refuse_latents(lm, 'policy.name = "fastgen"')
         own = self.on(lm.device.type)
         if self.recovery == "auto" and self.replay and not self.keep:
             try_ = ["--set policy.recovery=0.95"]
             lm.recurrent_layers.refuse(lm.info.id, "tokens in its middle cannot be predicted again", try_)
-        rows = head_rows(self.headmap, lm) if self.headmap else []
-        full = [[value >= self.headmap_from for value in row] for row in rows]
+        full = self.full_heads(lm)
         since = own.compression_interval if any("frequent" in name for name in own.candidates) else 0
         again = own.rows if own.reprofile_interval else 0  # rows recorded for a new measurement
-        kinds = frozenset({SYSTEM, TOOLS}) if self.protect and not self.paper else frozenset()
+        asked = frozenset({QUESTION} if self.protect_question and not self.paper else ())
+        kinds = asked | ({SYSTEM, TOOLS} if self.protect and not self.paper else set())
         return PolicyRequirements(
             recent_queries=max(since, again),
             probes=own.probes,
             kinds=True,
+            marks=asked,
             guard=ProtectedTokens(self.sinks, self.guarded, kinds),
             policy_state=lambda: FastGenState(own, lm, full),
         )
+
+    def full_heads(self, lm: LM) -> list[list[bool]]:
+        """Return the heads [L][K] that keep everything by the head map; [] without one. Raises BadInput as above."""
+        from kvcli.methods.policies.fastgen.shipped_map import shipped_map
+        from kvcli.policies.scoring.headmap import head_rows
+
+        path = str(shipped_map(lm) or "") if self.headmap == "shipped" else self.headmap
+        return [[value >= self.headmap_from for value in row] for row in head_rows(path, lm)] if path else []
 
     def select(self, at: CompressionPoint) -> Passes[Masks]:
         """Select the slots of each head by its choice, which is made after prefill."""
@@ -80,5 +93,8 @@ class FastGen(FastGenSettings, Policy):
         )
 
     def describe_result(self, policy_state: FastGenState) -> str:
-        """Return the T that was found, in words."""
-        return f"by T = {policy_state.recovery:.2f}" if self.recovery == "auto" else ""
+        """Return in words the T that was found, and that heads were chosen without a head map because none ships."""
+        found = [f"by T = {policy_state.recovery:.2f}"] if self.recovery == "auto" else []
+        is_unmapped = self.headmap == "shipped" and not policy_state.full and bool(policy_state.chosen())
+        found += ["without a head map"] * is_unmapped
+        return " ".join(found)

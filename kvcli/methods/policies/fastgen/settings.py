@@ -37,13 +37,14 @@ class FastGenSettings:
     recent: Annotated[int, Range(0)] = 128  # newest tokens, kept in every head
     sinks: Annotated[int, Range(0)] = 4  # first tokens, special in every model
     protect: bool = True  # keep the system prompt in every head
+    protect_question: bool = False  # keep the question of the last message in every head
     punct_cap: Annotated[float, Range(0, 1)] = 0.15  # prompt share above which only sentence/line ends count
     probe_rows: Literal["auto"] | Annotated[int, Range(1)] = "auto"  # rows measured beside the last; auto = 16 on a CPU
     crossfit: bool = True  # choose frequent tokens by other rows than those that measure recovery
     gqa: Literal["mean", "min"] = "mean"  # mean or minimum over the query heads of a KV head
-    headmap: str = ""  # file of `kvcli profile-heads` or DuoAttention: its heads keep all; auto = measured once
+    headmap: str = ""  # file of `kvcli profile-heads` or DuoAttention; auto = measured once; shipped = kvcli's, if any
     headmap_from: Annotated[float, Range(0, 1)] = 0.5  # score in that file from which a head keeps all
-    reprofile_interval: Annotated[int, Range(0)] = 0  # generated tokens between two measurements; 0 = once per prompt
+    reprofile_interval: Annotated[int, Range(0)] = 0  # generated tokens until tokens left are measured again; 0 = never
     compression_interval: Annotated[int, Range(1)] = 64  # generated tokens between two compression points
     score_decay: Annotated[float, Range(above=0, most=1)] = 1.0  # weight of older rows, per token; 1 = equal
     max_profile_mb: Annotated[float, Range(above=0)] = 256.0  # MiB for measurement; larger jobs are split into blocks

@@ -35,7 +35,7 @@ class FastGenState:
         """`full` [L][K]: heads that keep everything regardless of their attention."""
         self.settings, self._lm = settings, lm
         self.recovery = settings.least  # T in force
-        self._full = full
+        self.full = full
         self._layers: dict[int, LayerChoice] = {}
 
     def choose(self, at: CompressionPoint) -> Passes[Masks]:
@@ -178,7 +178,7 @@ class FastGenState:
             self._layers[i].chosen.append(candidate)
 
     def _is_full(self, layer: int, head: int) -> bool:
-        return bool(self._full) and self._full[layer][head]
+        return bool(self.full) and self.full[layer][head]
 
     def _mask(self, layer: LayerChoice, s: Slots, at: LayerContext) -> Tensor:
         """Return the slots to keep [K, S], and update the scores."""
