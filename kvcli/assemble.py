@@ -171,10 +171,7 @@ def loadable_conditions(profile: Profile) -> list[CacheConditions]:
 
 
 def chunk(lm: LM, profile: Profile) -> int:
-    """Return the most tokens of a prefill pass: a segment, if rows of a prompt select together; else `prefill.chunk`,
-    or the context window if that is smaller."""
-    if segment := profile.sparse.prompt_segment:
-        return int(segment)
+    """Return the most tokens of a prefill pass: `prefill.chunk`, or the context window if that is smaller."""
     return min(profile.prefill.chunk, lm.limit if profile.context.limit == "auto" else int(profile.context.limit))
 
 
@@ -269,7 +266,6 @@ def session(
         view=view(lm, kv, drafter),
         policy=policy(lm, profile) if profile.policy.compression_interval is not None else None,
         chunk=chunk(lm, profile),
-        is_whole=profile.sparse.prompt_segment is not None,
         every=compression_interval(profile),
         companions=companions(lm, profile),
         kinds=torch.frombuffer(bytearray(kinds), dtype=torch.int8) if kinds else None,
@@ -281,14 +277,9 @@ def companions(lm: LM, profile: Profile) -> list[Companion]:
     """Return the companions of a sequence that the profile's methods need, in the order of their effects."""
     from kvcli.engine.prefill.layer_by_layer import LayerByLayer
 
-    found: list[Companion] = []
-    if profile.reuse.describe_reused:
-        found.append(profile.reuse.companion(lm))
-    if profile.prune.describe_read:
-        found.append(profile.prune.companion(lm))
-    elif profile.prefill.order == "layers":
-        found.append(LayerByLayer(lm))
-    return found
+    made = [of.companion(lm) for of in (profile.reuse, profile.prune, profile.sparse)]
+    by_layers = profile.prefill.order == "layers" and not profile.prune.describe_read
+    return [*filter(None, made), *([LayerByLayer(lm)] if by_layers else [])]
 
 
 def policy(lm: LM, profile: Profile) -> Policy:

@@ -50,6 +50,7 @@ from kvcli.methods.formats.squat import Squat
 from kvcli.methods.formats.subgen import SubGen
 from kvcli.methods.formats.zipcache import ZipCache
 from kvcli.methods.sparse.antidiagonal import Antidiagonal
+from kvcli.methods.sparse.segments import SegmentCache, SegmentTier
 from kvcli.settings.schema import Kv
 from tests import families, hybrids
 from tests.fake_bus import FakeBus
@@ -61,7 +62,6 @@ LOADING = inspect.signature(wrap_lm).parameters.keys() - {"model"}
 # sparse attention over the whole KV cache; "chosen once" by the first row after a compression point
 INDEXES: dict[str, PageIndex] = {"minmax": MinMax(3), "sketch": Sketch(3), "certified": Certified(3)}
 INDEXES |= {"cluster": Clusters(6, 2), "lowrank": LowRank(3, 5), "chosen once": Sketch(3)}
-INDEXES |= {"segments": Antidiagonal(4, 2)}  # rows of a prompt select alone
 # old slots in other formats, in four bits, or in fewer numbers
 FORMS: dict[str, BlockFormat] = {
     "before": Kivi("before"),
@@ -165,7 +165,6 @@ def cache(name: str, of: Of, dtype: torch.dtype | None = None) -> KVCache:
     if name in INDEXES:
         epsilon = 0.3 if name == "certified" else None
         how: dict[str, Any] = {"epsilon": epsilon, "source": top, "is_shared": name == "chosen once"}
-        how |= {"of_answers": name != "segments", "of_prompts": name == "segments"}
         return SparseCache(top, INDEXES[name], PageBudget(0.1, 4, 2, 5), recalled, **how)
     if name in FORMS:
         return tiered(of, TierLevel(coded(FORMS[name])), **small)
@@ -188,6 +187,13 @@ def cache(name: str, of: Of, dtype: torch.dtype | None = None) -> KVCache:
         case "given":  # sliding layers evict what they hide
             assert isinstance(of, LM)
             return dense(of, dtype, windows=windows(of, back=1))
+        case "segments" | "segments below":  # rows of a prompt select
+            layers, budget = range(1, len(shapes)), PageBudget(0.0, 4, 2, 5)
+            sparse_of: dict[str, Any] = {"index": Antidiagonal(4, 2), "budget": budget, "layers": layers, "mass": 0.5}
+            if name == "segments":
+                return SegmentCache(top, source=top, **sparse_of)
+            below = quantized(of, dtype=dtype, group=4)
+            return tiered(of, TierLevel(SegmentTier(below, source=below, **sparse_of)), **small | {"group": 4})
         case "rebuilt":  # as in ShadowKV
             return tiered(of, TierLevel(sparse(coded(Cskv(k_rank=3, v_rank=0)), LowRank(3, 5))), **small)
         case "disk":

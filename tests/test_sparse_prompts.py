@@ -4,38 +4,52 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from contextlib import suppress
-from dataclasses import replace
+from functools import cache
 from itertools import product
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-from kvcli.engine.engine import run
-from kvcli.engine.forward_request import ForwardRequest
+from kvcli.engine.engine import Engine, run_to_end
 from kvcli.engine.hf.lm import LM
-from kvcli.engine.prefill.prompt_pieces import PromptPieces
+from kvcli.engine.sequence.sampler import Sampler
+from kvcli.engine.sequence.session import GenerationSession
+from kvcli.errors import BadModel
 from kvcli.kernels.attend_invariant import SelectedPages, StoredKV, attend_part, reference
 from kvcli.kernels.native import native
 from kvcli.kv.slots import AttentionParams
 from kvcli.kv.sparse.index import PageIndex
-from kvcli.kv.sparse.index_sketch import Sketch
 from kvcli.kv.sparse.pages import PageBudget
-from kvcli.kv.sparse.sparse_tier import SparseCache
+from kvcli.methods.drafts.ngram import Ngram
+from kvcli.methods.policies.streaming import StreamingLLM
 from kvcli.methods.sparse.antidiagonal import Antidiagonal
 from kvcli.methods.sparse.middles import Middles
+from kvcli.methods.sparse.segments import PromptSegments, SegmentCache
 from tests import make
 
 SEGMENT = 16
 PARAMS = AttentionParams(0.3, is_prompt=True)
-INDEXES: dict[str, PageIndex] = {"xattention": Antidiagonal(4, 2), "critiprefill": Middles(4), "sketch": Sketch(4)}
+INDEXES: dict[str, PageIndex] = {"xattention": Antidiagonal(4, 2), "critiprefill": Middles(4)}
+IDS = [(7 * i * i + 3 * i) % 90 for i in range(90)]
 
 
-def sparse(lm: LM, index: PageIndex, of_prompts: bool = True, mass: float = 1.0, most: int = 8) -> SparseCache:
+def sparse(lm: LM, name: str) -> SegmentCache:
     """A cache whose layers all select."""
-    dense, budget = make.dense(lm), PageBudget(0.01 if mass == 1 else 1.0, most, 2, 3, mass)
-    return SparseCache(dense, index, budget, range(len(lm.shapes)), source=dense, of_prompts=of_prompts)
+    dense, mass = make.dense(lm), 0.6 if name == "xattention" else 1.0
+    budget = PageBudget(0.0, 8, 2, 3)
+    return SegmentCache(dense, INDEXES[name], budget, range(len(lm.shapes)), source=dense, mass=mass)
+
+
+def opened(lm: LM, name: str, **options: Any) -> GenerationSession:
+    options = {"chunk": 64, **options}
+    return make.session(lm, sparse(lm, name), companions=[PromptSegments(lm, SEGMENT)], **options)
+
+
+@cache
+def small() -> LM:
+    return make.model("llama", torch.bfloat16 if native() is not None else torch.float32, kernels=True)
 
 
 def antidiagonal_shares(q: Tensor, k: Tensor, block: int, stride: int, scale: float) -> Tensor:
@@ -54,10 +68,10 @@ def middle_scores(q: Tensor, k: Tensor, block: int) -> Tensor:
     return torch.maximum(high.mean(0), low.mean(0))
 
 
-def chosen_pages(index: PageIndex, q: Tensor, k: Tensor, budget: PageBudget) -> list[int]:
+def chosen_pages(index: PageIndex, q: Tensor, k: Tensor, budget: PageBudget, mass: float = 1.0) -> list[int]:
     """The pages of one head that the rows q [N, D] select of the keys k [S, D]."""
     dense = make.dense((1, 1, k.shape[1]), torch.float32)
-    cache = SparseCache(dense, index, budget, [0], source=dense, of_prompts=True)
+    cache = SegmentCache(dense, index, budget, [0], source=dense, mass=mass)
     cache.append(0, k.unsqueeze(0), torch.randn_like(k).unsqueeze(0), 0)
     cache.compress()
     cache.attend(0, q.unsqueeze(0), PARAMS, range(len(k), len(k) + len(q)))
@@ -76,7 +90,7 @@ def test_xattention_selects_by_the_published_rule(mass: float, stride: int) -> N
         if page not in found and held < mass:
             found.add(page)
             held += float(share[page])
-    assert chosen_pages(Antidiagonal(8, stride), q, k, PageBudget(1.0, 8, 2, 3, mass)) == sorted(found)
+    assert chosen_pages(Antidiagonal(8, stride), q, k, PageBudget(0.0, 8, 2, 3), mass) == sorted(found)
     assert len(found) < 8 or mass == 0.9
 
 
@@ -94,7 +108,8 @@ def test_a_segment_attends_to_the_pages_that_it_selects(name: str) -> None:
     torch.manual_seed(2)
     q, k, v = torch.randn(2, 5, 6), torch.randn(1, 40, 6), torch.randn(1, 40, 6)
     dense = make.dense((1, 1, 6), torch.float32)
-    cache = SparseCache(dense, INDEXES[name], PageBudget(0.01, 8, 2, 3), [0], source=dense, of_prompts=True)
+    mass = 0.4 if name == "xattention" else 1.0
+    cache = SegmentCache(dense, INDEXES[name], PageBudget(0.01, 8, 2, 3), [0], source=dense, mass=mass)
     cache.append(0, k, v, 0)
     cache.compress()
     (part,) = cache.attend(0, q, PARAMS, range(40, 45))
@@ -120,39 +135,125 @@ def test_one_selection_of_all_rows_has_the_bits_of_one_for_each(dtype: torch.dty
     torch.testing.assert_close(a.out.float(), exact.out.float(), atol=2e-2, rtol=2e-2)
 
 
-def kv_after(lm: LM, cache: SparseCache, reads: Sequence[Sequence[int]]) -> tuple[Tensor, list[ForwardRequest]]:
-    """The keys of all layers after a prompt was read in these parts, and the requests for passes."""
-    session = make.session(lm, cache, chunk=SEGMENT, is_whole=True)
-    requests = list[ForwardRequest]()
-    for part in reads:
-        work, result = session.read(part), None
-        with suppress(StopIteration):
-            while True:
-                asked = work.send(result)
-                result = None
-                if isinstance(asked, ForwardRequest):
-                    requests.append(asked)
-                    (result,) = run([asked])
-    return torch.cat([cache.slots(layer).k.flatten() for layer in range(len(lm.shapes))]), requests
+# The KV of a prompt depends on its own tokens alone.
+
+
+def kv(session: GenerationSession, n: int) -> Tensor:
+    """The keys of the first n tokens in all layers."""
+    return torch.cat([session.cache.slots(layer).k[:, :n].flatten() for layer in range(len(session.lm.shapes))])
+
+
+def read(session: GenerationSession, ids: Sequence[int]) -> GenerationSession:
+    """Read a prompt as a question of a chat is."""
+    session.start_answer(ids, Sampler(), replays=True)
+    while run_to_end(session.prefill(ids)):
+        pass
+    return session
+
+
+def answered(session: GenerationSession, n: int) -> GenerationSession:
+    for _ in range(n):
+        run_to_end(session.step(most=1))
+    return session
 
 
 @pytest.mark.parametrize("name", INDEXES)
-def test_segments_lie_at_fixed_positions_of_the_text(name: str) -> None:
-    lm = make.model("llama", torch.bfloat16 if native() is not None else torch.float32, kernels=True)
-    ids = [(7 * i * i + 3 * i) % 90 for i in range(90)]
-    mass = 0.6 if name == "xattention" else 1.0
-    whole, _ = kv_after(lm, sparse(lm, INDEXES[name], mass=mass), [ids])
-    dense, _ = kv_after(lm, sparse(lm, INDEXES[name], of_prompts=False, mass=mass), [ids])
-    assert not torch.equal(whole, dense), "nothing was left out"
-    for reads in ([ids[:33], ids[33:]], [ids[:17], ids[17:81], ids[81:]]):
-        assert torch.equal(kv_after(lm, sparse(lm, INDEXES[name], mass=mass), reads)[0], whole)
+def test_a_long_prompt_is_read_in_part(name: str) -> None:
+    lm = small()
+    alone, dense = read(opened(lm, name), IDS), read(make.session(lm), IDS)
+    assert not torch.equal(kv(alone, 89), kv(dense, 89)), "nothing was left out"
+    assert torch.equal(kv(alone, SEGMENT), kv(dense, SEGMENT)), "the first segment has nothing to select from"
 
 
-def test_passes_end_at_multiples_of_the_segment_and_none_is_cut() -> None:
-    lm = make.model("llama", torch.bfloat16 if native() is not None else torch.float32, kernels=True)
-    ids = list(range(90))
-    _, requests = kv_after(lm, sparse(lm, INDEXES["sketch"]), [ids[:21], ids[21:]])
-    assert [request.rows.pos[-1] + 1 for request in requests] == [16, 20, 32, 48, 64, 80, 89]
-    assert not any(map(PromptPieces.can_cut, requests))
-    if native() is not None:
-        assert PromptPieces.can_cut(replace(requests[0], is_whole=False))
+@pytest.mark.parametrize("chunk", [16, 23, 40, 1000])
+def test_chunks_do_not_matter(chunk: int) -> None:
+    lm = small()
+    some, one = read(opened(lm, "xattention", chunk=chunk), IDS), read(opened(lm, "xattention"), IDS)
+    assert torch.equal(kv(some, 89), kv(one, 89))
+
+
+@pytest.mark.parametrize("name", INDEXES)
+@pytest.mark.parametrize("answer", [0, 1, 9])
+@pytest.mark.parametrize("shared", [0, 15, 16, 33, 40, 41, 44])
+def test_a_prompt_behind_the_first_tokens_of_another(name: str, answer: int, shared: int) -> None:
+    lm = small()
+    session = answered(read(opened(lm, name), IDS[:41]), answer)
+    shared = min(shared, len(session.ids) - (answer > 0))
+    ids = [*session.ids[:shared], *([i + 1 for i in IDS[shared:]])]
+    read(session, ids)
+    assert session.committed == 89
+    assert torch.equal(kv(session, 89), kv(read(opened(lm, name), ids), 89))
+
+
+def test_the_same_prompt_again_reads_nothing() -> None:
+    session = answered(read(opened(small(), "xattention"), IDS), 4)
+    before = kv(session, 89)
+    assert session.start_answer(IDS, Sampler(), replays=True) == 89
+    assert torch.equal(kv(session, 89), before)
+
+
+@pytest.mark.parametrize("drafts", [False, True])
+@pytest.mark.parametrize("turn", [41, 48, 49])
+def test_a_chat_keeps_its_answers_and_gets_the_same_bits_again(turn: int, drafts: bool) -> None:
+    lm = small()
+    session = opened(lm, "xattention", drafter=Ngram().drafter() if drafts else None)
+    answered(read(session, IDS[:turn]), 7)
+    asked = [*session.ids[: turn + 7], *IDS[turn:]]
+    edited = [*asked[:-9], *range(20, 60)]
+    for ids in (asked, edited):
+        assert session.start_answer(ids, Sampler(), replays=True) >= turn + 5, "the answer is kept"
+        answered(read(session, ids), 3)
+        n, text = len(ids) + 2, session.ids[: len(ids) + 3]
+        before = kv(session, n)
+        session.rewind(0)  # its memory goes to another answer
+        run_to_end(session.compute(text))
+        assert torch.equal(kv(session, n), before)
+        alone = read(opened(lm, "xattention"), text[:turn])
+        run_to_end(alone.replay(text[: turn + 7]))
+        assert torch.equal(kv(read(alone, ids), len(ids) - 1), kv(session, len(ids) - 1))
+
+
+@pytest.mark.parametrize("n", [33, 41, 49])
+@pytest.mark.parametrize("answer", [0, 1, 5])
+def test_a_saved_prompt_goes_on_from_whole_segments(n: int, answer: int) -> None:
+    lm = small()
+    source = answered(read(opened(lm, "critiprefill"), IDS[:n]), answer)
+    ids = [*source.ids[:-1], *IDS[n:]]
+    session = opened(lm, "critiprefill")
+    session.start_answer(ids, Sampler(), replays=True)
+    session.restore(source.state(), ids[source.committed])
+    session.resume(ids)
+    stored = session.skip_loaded()
+    assert stored == (source.committed if answer > 1 else (n - 1) // SEGMENT * SEGMENT)
+    while run_to_end(session.prefill(ids)):
+        pass
+    other = source if answer > 1 else opened(lm, "critiprefill")
+    assert torch.equal(kv(session, len(ids) - 1), kv(read(other, ids), len(ids) - 1))
+
+
+def test_beside_answers_no_segment_is_cut() -> None:
+    lm = small()
+    engine, sessions = Engine(rows=5, longest=1e-9), [opened(lm, "xattention") for _ in range(3)]
+    texts = [IDS, IDS[:30], IDS[5:80]]
+    read(sessions[1], texts[1])
+    works = [sessions[0].read(texts[0]), sessions[1].stream(40), sessions[2].read(texts[2])]
+    tasks = [engine.add(work) for work in works]
+    while not all(task.is_over for task in tasks):
+        engine.step()
+    for session, ids in zip(sessions, texts, strict=True):
+        assert torch.equal(kv(session, len(ids) - 1), kv(read(opened(lm, "xattention"), ids), len(ids) - 1))
+
+
+def test_what_a_policy_evicted_is_computed_again() -> None:
+    lm, policy = small(), StreamingLLM(sinks=2, window=40)
+    session = answered(read(opened(lm, "xattention", policy=policy, every=8), IDS[:60]), 3)
+    ids = [*IDS[:50], *range(40)]
+    fresh = read(opened(lm, "xattention", policy=policy, every=8), ids)
+    assert torch.equal(kv(read(session, ids), 89), kv(fresh, 89))
+    goes_on = [*answered(session, 3).ids, *range(30)]
+    assert session.start_answer(goes_on, Sampler(), replays=True) == len(ids) + 2
+
+
+def test_models_with_recurrent_layers_are_refused() -> None:
+    with pytest.raises(BadModel, match="recurrent layers"):
+        PromptSegments(make.model("qwen3_next"), SEGMENT)

@@ -231,8 +231,7 @@ class ForwardRequest:
     grows: int = 0  # tokens that may be committed before a policy evicts; captured passes reserve capacity for them
     # recurrent states of the sequence (recurrent_layers.py); None = not used in this pass
     states: RecurrentStates | None = None
-    is_prompt: bool = False  # rows of a prompt: they attend to all slots, or select pages together
-    is_whole: bool = False  # the rows must run in one pass, because they select pages together
+    is_prompt: bool = False  # rows of a prompt: they attend to all slots of every tier, without sparse selection
     # layers to run; None = all, range(n, n) of n layers = only norm and output layer, range(0) = only the embedding
     layers: range | None = None
     # [N, E]: input of the first of these layers, or what an MTP layer or assistant combines with its embedded tokens;

@@ -108,7 +108,7 @@ class AttentionParams:
     scale: float
     softcap: float = 0.0  # > 0: attention scores become softcap * tanh(score / softcap) (Gemma 2)
     window: int | None = None  # tokens: a row at position p attends to positions > p - window; None = all
-    is_prompt: bool = False  # the rows are prompt tokens in prefill: all slots, or pages selected together
+    is_prompt: bool = False  # the rows are prompt tokens in prefill: they attend to all stored slots
     is_draft: bool = False  # the rows belong to a draft pass: its output is verified, so the cache may approximate
 
 

@@ -66,8 +66,12 @@ def _needs(profile: Profile) -> Iterator[tuple[str, Needs]]:
 
 def order_clashes(profile: Profile) -> Iterator[Conflict]:
     """Conflicts of `prefill.order`: a policy scores after each chunk, so it needs chunks; a pruner needs layers. And of
-    revived tokens: some passes must be free of drafts."""
+    revived tokens: some passes must be free of drafts. A segment of `[sparse]` is a pass over all layers."""
     key, order, prunes = "prefill.order", profile.prefill.order, "prunes" in profile.effects
+    if (segment := profile.sparse.segment) > profile.prefill.chunk:
+        yield Conflict("prefill.chunk", "sparse.segment", "a pass has too few tokens", f"which needs {segment}")
+    if order == "layers" and segment:
+        yield Conflict(key, "sparse.segment", '"layers" is impossible', "which selects after each chunk")
     if order == "chunks" and prunes:
         yield Conflict(key, "prune.method", '"chunks" is impossible', "which scores the whole prompt between layers")
     elif order == "layers" and "evicts" in profile.effects and not prunes:
@@ -192,18 +196,6 @@ def budget_clashes(profile: Profile) -> Iterator[Conflict]:
         yield Conflict("memory.bits", key, f"{bits} are not in falling order", because)
 
 
-def segment_clashes(profile: Profile) -> Iterator[Conflict]:
-    """Conflicts of prompts whose tokens select pages together with passes of other tokens."""
-    if (segment := profile.sparse.prompt_segment) is None:
-        return
-    if profile.prefill.chunk < segment:
-        because = f"whose {segment} tokens of a segment run in one pass: set sparse.segment = {profile.prefill.chunk}"
-        yield Conflict("prefill.chunk", "sparse.method", f"{profile.prefill.chunk} is impossible", because)
-    if profile.prune.describe_read:
-        because = "whose passes have the tokens that are left: leave one of both out"
-        yield Conflict("sparse.method", "prune.method", "segments of a prompt are impossible", because)
-
-
 def cautions(profile: Profile, device: str) -> list[str]:
     """Notes on settings that have no effect on a device of this type, one line each."""
     if profile.memory.host == "auto" and device != "cuda":
@@ -252,7 +244,6 @@ RULES: Sequence[Callable[[Profile], Iterator[Conflict]]] = (
     form_clashes,
     demotion_clashes,
     budget_clashes,
-    segment_clashes,
     idle_keys,
     unread_keys,
     order_clashes,

@@ -61,7 +61,7 @@ class LayerByLayer(Companion):
         """Return the prefill of the tokens up to `end`, or of the first of them."""
         rows = Rows.chain(text.ids[text.committed : end], text.committed)
         recorded = text.query_recorder.rows_to_record_in_chunk(text.committed, rows.n_rows)
-        return LayerwisePrefill(self._lm, text.cache, rows, text.chunk_rows, recorded, is_whole=text.runs_whole_chunks)
+        return LayerwisePrefill(self._lm, text.cache, rows, text.chunk_rows, recorded)
 
     def finish(self, text: GenerationSession, prompt: LayerwisePrefill) -> None:
         """Take what a prefill leaves besides KV: the queries that the policy needs."""

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -54,19 +54,14 @@ class LayerwisePrefill:
         pruner: Pruner | None = None,
         *,
         may_revive: bool = False,
-        is_whole: bool = False,
     ) -> None:
         """`part`: most rows of a pass. `recorded_rows`: rows whose queries are recorded. `may_revive`: deferred tokens
-        may be revived later, so sliding windows keep the slots that they will attend to. `is_whole`: no pass is cut.
+        may be revived later, so sliding windows keep the slots that they will attend to.
         """
         self.rows, self.recorded_rows, self.pruner = rows, recorded_rows, pruner
         self.queries: list[Tensor] = []  # per finished layer [H, len(recorded_rows), D]
         self.kv, self._lm, self._part = kv, lm, part
-        self._is_whole, self._may_revive, self.stopped = (
-            is_whole,
-            may_revive,
-            Stopped(),
-        )  # deferred rows so far, if they may be revived
+        self._may_revive, self.stopped = may_revive, Stopped()  # deferred rows so far, if they may be revived
         self._left = layer_groups(lm.shapes)  # layers left, the current ones first; a group runs together
         self._recorded_set = frozenset(recorded_rows)
         self._active: Sequence[int] = range(rows.n_rows)  # rows that run through the current layers, the active ones
@@ -104,15 +99,14 @@ class LayerwisePrefill:
         layers = self._left[0]
         if not self._n_done_rows:
             self._enter(layers)
-        done = self._n_done_rows
-        part = self._part if done else self._part - self.rows.pos[0] % self._part  # passes end at multiples of `part`
-        chunk = slice(done, min(done + part, len(self._active)))
+        chunk = slice(self._n_done_rows, min(self._n_done_rows + self._part, len(self._active)))
         active = self._active[chunk]
         rows = self.rows.only(active)
         recorded = [i for i, row in enumerate(active) if row in self._recorded_set] if self._recorded_set else []
         inputs, left = _first(self._inputs, len(active))
-        where: dict[str, Any] = {"is_prompt": True, "is_whole": self._is_whole, "layers": layers, "hidden": inputs}
-        result = yield ForwardRequest(self._lm, rows, self.kv, record_queries=recorded, **where)
+        result = yield ForwardRequest(
+            self._lm, rows, self.kv, record_queries=recorded, is_prompt=True, layers=layers, hidden=inputs
+        )
         # evict slots that windows hide from later rows: before the commit to make room, and after it
         end = 0 if self._may_revive else rows.pos[-1] + 1
         self.kv.compress((), end, [layer for layer in self._lm.sliding if layer in layers])

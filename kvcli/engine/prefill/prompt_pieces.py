@@ -42,7 +42,7 @@ class PromptPieces(BorrowingReader):
         """True if rows of the request are known to get the same bits in any number of passes."""
         lm = request.lm
         is_invariant = lm.is_row_invariant and lm.max_invariant_rows is None and not request.cache.batch_variant_reason
-        return is_invariant and request.is_prompt and not request.want and not request.is_whole
+        return is_invariant and request.is_prompt and not request.want
 
     def piece(self, n: int) -> ForwardRequest:
         """Return the request of the next n rows."""

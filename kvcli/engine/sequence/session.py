@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Collection, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from kvcli.engine.forward_request import (
     Coroutine,
@@ -173,17 +173,17 @@ class GenerationSession(SequenceState):
             yield from await_passes(companion.complete(self))
 
     def read_chunk(self, most: int) -> Passes[None]:
-        """Prefill one chunk that ends at `most`, or before at a multiple of `chunk_rows`: what rows of a chunk have in
-        common does not depend on what was stored before. With recurrent states, it also ends where the user may
+        """Prefill one chunk that ends at `most` or before. With recurrent states, it also ends where the user may
         rewind to, because a checkpoint is saved there."""
         checkpoints = self.states.checkpoint_positions(edit_points(self.kind_spans))
-        end = min((self.committed // self.chunk_rows + 1) * self.chunk_rows, most, *checkpoints)
+        end = min(self.committed + self.chunk_rows, most, *checkpoints)
         if self.policy is None:  # a policy leaves fewer slots than tokens are prefilled: capacity then grows as needed
             self.cache.reserve(len(self.ids))
         rows = Rows.chain(self.ids[self.committed : end], self.committed)
         recorded = self.query_recorder.rows_to_record_in_chunk(self.committed, rows.n_rows)
-        how: dict[str, Any] = {"is_prompt": True, "is_whole": self.runs_whole_chunks, "states": self.states}
-        result = yield ForwardRequest(self.lm, rows, self.cache, self.view, record_queries=recorded, **how)
+        result = yield ForwardRequest(
+            self.lm, rows, self.cache, self.view, record_queries=recorded, is_prompt=True, states=self.states
+        )
         # the end of a chunk is a compression point; slots that windows hide go first, to make room for the chunk
         self.next_compression_at = end
         try:

@@ -143,14 +143,12 @@ class SequenceState:
         policy: Policy | None = None,
         companions: Iterable[Companion] = (),
         chunk: int = 2048,
-        is_whole: bool = False,
         every: int | None = None,
         kinds: Tensor | None = None,
         checkpoints: int = 8,
     ) -> None:
         """`companions`: those of methods, in the order of their effects. They act after the policy has chosen slots and
-        before the KV cache evicts the others. `chunk`: rows per prefill pass. `is_whole`: no
-        such pass is cut. `every`: committed tokens between two
+        before the KV cache evicts the others. `chunk`: rows per prefill pass. `every`: committed tokens between two
         compression points (None: none). `kinds` [V] int8: the kind of each id, for policies that distinguish kinds.
         `checkpoints`: most saved recurrent states.
         """
@@ -161,7 +159,7 @@ class SequenceState:
         self.query_recorder = QueryRecorder(lm, kv.dtype, wants.recent_queries, wants.probes, lasting=wants.lasting)
         # in the order in which they are rewound and take effect at a compression point
         self.companions = [self.states, self.policy_record, *companions, self.stored_kv, self.query_recorder]
-        self.chunk_rows, self.compression_interval, self.runs_whole_chunks = chunk, every, is_whole
+        self.chunk_rows, self.compression_interval = chunk, every
         self.ids: list[int] = []
         self.committed = 0
         self._n_prompt = 0  # tokens committed at the end of the last prefill

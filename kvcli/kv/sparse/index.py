@@ -17,7 +17,6 @@ from torch import Tensor
 from kvcli.kv.slots import AttentionParams
 
 Numbers = tuple[Tensor, ...]
-SAMPLED = 8  # rows of a segment for one that is scored
 
 
 @dataclass(frozen=True)
@@ -31,11 +30,6 @@ class PageIndex:
     def selection_unit(self) -> int:
         """Number of slots that share a score and are read together, a divisor of `page`; by default the whole page."""
         return self.page
-
-    def sample(self, rows: Tensor) -> Tensor:
-        """Return what is scored for the rows [K, G, N, D] of a segment, which select together: [K, G, R, ..]; by
-        default, some of them. A single row stands for itself."""
-        return rows[:, :, (rows.shape[2] - 1) % SAMPLED :: SAMPLED]
 
     def learn(self, k: Tensor) -> Numbers:
         """Compute the values that all pages of a layer share from its first keys [K, S, D]; empty for most indexes."""

@@ -26,7 +26,6 @@ class PageBudget:
     floor: int  # least number of slots that a row may select
     sinks: int  # first tokens, always read
     recent: int  # newest tokens at a compression point, always read
-    mass: float = 1.0  # share of the attention to whole pages at which no more are selected
 
     def grains(self, slots: int, grain: int) -> int:
         """Return how many selection units of `grain` slots a row may select if `slots` slots are stored."""
@@ -116,7 +115,7 @@ class Pages:
         ends = ((self.first < self.budget.sinks) | (self.last > newest - self.budget.recent)).flatten(1)
         self.always, self.open = self.held & ends, self.held & ~ends
         self.most = self.budget.grains(longest, self.index.selection_unit)
-        self.reads_all = self.budget.mass == 1 and int(self.open.sum(1).max()) <= self.most
+        self.reads_all = int(self.open.sum(1).max()) <= self.most
 
     def behind(self) -> Tensor:
         """Return indices [K, M] of the slots after each head's last whole page at the compression point, -1 = none."""

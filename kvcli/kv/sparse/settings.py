@@ -10,6 +10,8 @@ from kvcli.kv.footprint import IndexBytes
 from kvcli.settings.schema import Exactness, Range
 
 if TYPE_CHECKING:
+    from kvcli.engine.hf.lm import LM
+    from kvcli.kv.companion import Companion
     from kvcli.kv.slots import AttentionParams, KVCache, LowerTier
     from kvcli.kv.sparse.index import PageIndex
     from kvcli.kv.sparse.page_source import PageSource, PageTier
@@ -24,6 +26,7 @@ class SparseMethod:
     the layer reads another layer's slots."""
 
     exactness_label: ClassVar[Exactness] = "exact"  # the strictest `exactness` of a profile with this method
+    segment: int = 0  # tokens of a prompt that select together, in one pass; 0 = those of prompts read all
 
     @property
     def selection_interval(self) -> int | None:
@@ -31,14 +34,12 @@ class SparseMethod:
         return None
 
     @property
-    def prompt_segment(self) -> int | None:
-        """Tokens of a prompt that run in one pass because they select together; None = no tokens do."""
-        return None
-
-    @property
     def describe_read(self) -> str:
         """Share of a long sequence that a row reads, in words; "" = all of it."""
         return ""
+
+    def companion(self, lm: LM) -> Companion | None:
+        """Return the companion of a sequence that the method needs; None = none. Raises BadModel."""
 
     def bind(self, store: KVCache, source: PageSource, attention_params: Sequence[AttentionParams | None]) -> KVCache:
         """Return a KV cache of one tier that rows read by these settings; `source`: read access to its single slots."""
@@ -63,10 +64,10 @@ class FullAttention(SparseMethod):
 
 
 @dataclass(frozen=True)
-class PageSelection(SparseMethod):
+class _PageSelection(SparseMethod):
     """Settings of all sparse methods. Sparse attention applies to the only tier, or to all tiers below the first.
 
-    Prompt tokens attend to the whole KV cache, unless `segment` is set.
+    Prompt tokens attend to the whole KV cache.
     """
 
     fraction: Annotated[float, Range(above=0, most=1)] = 0.03  # share of stored tokens that a KV head reads per token
@@ -77,22 +78,12 @@ class PageSelection(SparseMethod):
     selection_interval: Annotated[int, Range(1)] = 64  # generated tokens between two compression points
     choice: Literal["row", "interval"] = "row"  # select pages for each token, or once per `selection_interval`
     cutoff: Annotated[float, Range(0, below=1)] = 0.0  # skip pages with less than this share of attention; 0 = off
-    mass: Annotated[float, Range(above=0, most=1)] = 1.0  # select no more pages at this share of attention; 1 = off
-    segment: Annotated[int, Range(0)] = 0  # tokens of a prompt that select together, in one pass; 0 = they read all
 
     exactness_label: ClassVar[Exactness] = "approx"
-    of_answers: ClassVar[bool] = True  # tokens of an answer select, too
-
-    @property
-    def prompt_segment(self) -> int | None:
-        return self.segment or None
 
     @property
     def describe_read(self) -> str:
-        readers = ["token"] if self.of_answers else []
-        readers += [f"{self.segment} tokens of a prompt"] if self.segment else []
-        share = f"{self.fraction:.0%} of the text" if self.mass == 1 else f"{self.mass:.0%} of the attention"
-        return f"{share} for each {' and each '.join(readers)}, at least {self.floor:,} tokens"
+        return f"{self.fraction:.0%} of the text for each token, at least {self.floor:,} tokens"
 
     def bind(self, store: KVCache, source: PageSource, attention_params: Sequence[AttentionParams | None]) -> KVCache:
         from kvcli.kv.sparse.sparse_tier import SparseCache
@@ -131,19 +122,17 @@ class PageSelection(SparseMethod):
 
         return {
             "index": self.index(),
-            "budget": PageBudget(self.fraction, self.floor, self.sinks, self.recent, self.mass),
+            "budget": PageBudget(self.fraction, self.floor, self.sinks, self.recent),
             "layers": self.layers(attention_params),
             "epsilon": self.allowance(),
             "cutoff": self.cutoff,
             "is_shared": self.choice == "interval",
-            "of_answers": self.of_answers,
-            "of_prompts": self.segment > 0,
             "source": source,
         }
 
 
 @dataclass(frozen=True)
-class MinMax(PageSelection):
+class MinMax(_PageSelection):
     """Quest (Tang et al., 2024, arXiv 2406.10774): pages with the highest score bounds, by minimum and maximum of keys.
 
     The demo finds 0.0833 of the facts in a report, with 3,380 bytes of KV per token (measurements/kv-cache.md).
@@ -161,7 +150,7 @@ class MinMax(PageSelection):
 
 
 @dataclass(frozen=True)
-class Sketch(PageSelection):
+class Sketch(_PageSelection):
     """Sketch (kvcli's own): pages with the highest scores, estimated from keys quantized to two bits.
 
     The demo finds all facts in a report; of 3,413 bytes per token, 166 are the index (measurements/kv-cache.md).
@@ -182,7 +171,7 @@ class Sketch(PageSelection):
 
 
 @dataclass(frozen=True)
-class Certified(PageSelection):
+class Certified(_PageSelection):
     """Certified (kvcli's own): pages with the highest int8 score bounds, or all if they may miss more than `epsilon`.
 
     The demo finds all facts in a report; of 3,811 bytes per token, 564 are the index (measurements/kv-cache.md).
@@ -192,12 +181,6 @@ class Certified(PageSelection):
     epsilon: Annotated[float, Range(0, below=1)] = 0.01  # maximum share of attention that a head may miss
 
     exactness_label: ClassVar[Exactness] = "certified"
-
-    def __post_init__(self) -> None:
-        if self.segment:
-            raise ValueError(
-                f"segment = {self.segment}, but errors are bounded for tokens of an answer only: set it to 0"
-            )
 
     def index(self) -> PageIndex:
         from kvcli.kv.sparse import index_certified
@@ -212,7 +195,7 @@ class Certified(PageSelection):
 
 
 @dataclass(frozen=True)
-class Cluster(PageSelection):
+class Cluster(_PageSelection):
     """ClusterKV (Liu et al., 2024, arXiv 2412.03213): whole clusters of keys with similar directions, best mean first.
 
     If `snap` demotes all but 12.5% of the tokens, the demo's accuracy is 0.672 (measurements/kv-cache.md).
@@ -235,7 +218,7 @@ class Cluster(PageSelection):
 
 
 @dataclass(frozen=True)
-class LowRank(PageSelection):
+class LowRank(_PageSelection):
     """ShadowKV's index (Sun et al., 2024, arXiv 2410.21465): pages with the highest scores, by low-rank keys.
 
     If `snap` demotes all but 12.5% of the tokens, the demo's accuracy is 0.995 (measurements/kv-cache.md).

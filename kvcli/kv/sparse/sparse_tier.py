@@ -7,10 +7,6 @@ The selection of a row depends only on its own query and on the slots stored at 
 rows of the pass or on which of its ancestors are committed. So any draft gives the same text as plain decoding over
 the same cache. For the same reason an error bound (`certified`) covers only slots stored at the compression point.
 
-Rows of a prompt select together: those of a pass are a segment, for which some rows, or what the index makes of them,
-are scored, and the mean over them ranks units (CritiPrefill, arXiv 2409.12490; XAttention, arXiv 2503.16428). Segments
-end at multiples of their length in the text, and no pass is cut, so a text has the same bits beside any others.
-
 Alternatively the first row after a compression point selects for all rows until the next one (LouisKV, arXiv
 2510.11292, also selects only now and then, and ActQKV, arXiv 2502.13542, by one query per window). No draft crosses a
 compression point, so this row is the same for any draft, and is the first of its pass. Draft rows and the drift of
@@ -65,10 +61,12 @@ class PageStats:
 
 
 class SparseTier:
-    """A tier whose rows read selected pages.
+    """A tier whose decoding rows read selected pages; prefill rows read all slots.
 
     In layers with a sliding window, and in layers not listed, rows read all slots.
     """
+
+    _of_prompts = False  # rows of a prompt select, and those of an answer read all slots
 
     def __init__(
         self,
@@ -81,16 +79,13 @@ class SparseTier:
         epsilon: float | None = None,
         cutoff: float = 0.0,
         is_shared: bool = False,
-        of_answers: bool = True,
-        of_prompts: bool = False,
     ) -> None:
         """`source`: read access to single slots of the tier.
 
         `epsilon`: a row that may miss more than this share of its softmax mass over stored slots reads all of them.
 
         `cutoff`: units whose score is below this share of a row's mass are not read, even if the budget allows.
-        `is_shared`: the first row after a compression point selects for all rows until the next one.
-        `of_answers`, `of_prompts`: these rows select, those of a pass over a prompt together; others read all slots."""
+        `is_shared`: the first row after a compression point selects for all rows until the next one."""
         assert epsilon is None or index.is_bound, "an error bound is set, but scores of the index are no bounds"
         self._tier, self._index, self._epsilon = tier, index, epsilon
         self._source = source
@@ -101,14 +96,12 @@ class SparseTier:
         self._chosen: dict[int, Tensor] = {}  # [K, X] selected by the last pass
         self._least = math.log(cutoff) if cutoff else -math.inf
         self._is_shared = is_shared
-        self._selects = {False: of_answers, True: of_prompts}  # by `is_prompt`
         self._choice: dict[int, Tensor] = {}  # [K, 1, X] of the first row after the compression point
         self.tally = PageStats()
 
     @property
     def batch_variant_reason(self) -> str:
-        """Reason of the tier. Sparse attention adds none: the choice of kernels depends on data types alone, and rows
-        that select together run in one pass."""
+        """Reason of the tier. Sparse attention adds none: the choice of kernels depends on data types alone."""
         return self._tier.batch_variant_reason
 
     def attend(
@@ -116,15 +109,12 @@ class SparseTier:
     ) -> list[PartialAttention]:
         """Attend from rows q [H, N, D] at positions pos [N] to selected pages, newer slots and new KV `own`."""
         pages = self._pages.get(layer)
-        if pages is None or pages.reads_all or params.window is not None or not self._selects[params.is_prompt]:
+        if pages is None or pages.reads_all or params.window is not None or params.is_prompt != self._of_prompts:
             return self._tier.attend(layer, q, params, pos, own)
-        rows = q.shape[1] if params.is_prompt else min(ROWS, max(1, SCORES // (q.shape[0] * pages.open.shape[1])))
-        old = [self._recall(layer, pages, q[:, a : a + rows], params) for a in range(0, q.shape[1], rows)]
-        parts = (
-            old
-            if len(old) == 1
-            else [PartialAttention(torch.cat([p.out for p in old], 1), torch.cat([p.lse for p in old], 1))]
-        )
+        rows = self._at_once(q.shape[0] * pages.open.shape[1])
+        parts = [self._recall(layer, pages, q[:, a : a + rows], params) for a in range(0, q.shape[1], rows)]
+        if len(parts) > 1:
+            parts = [PartialAttention(torch.cat([p.out for p in parts], 1), torch.cat([p.lse for p in parts], 1))]
         n = self._late[layer]
         if own is not None and serves(q, own.v):
             with_old, late = replace(own, before=[*own.before, *parts]), self._newest(layer, n) if n else None
@@ -133,6 +123,10 @@ class SparseTier:
             s = _here(self._tier.newest(layer, n), q)
             parts = [*parts, attend(q, s.k, s.v, params.scale, softcap=params.softcap, mask=visible(s.pos, pos, None))]
         return [*parts, *attend_new_only(q, params, own)]
+
+    def _at_once(self, scores: int) -> int:
+        """Return how many rows select pages at a time, if each has so many scores."""
+        return min(ROWS, max(1, SCORES // scores))
 
     def device_layer(self, layer: int) -> str:
         return BY_ROW
@@ -221,24 +215,22 @@ class SparseTier:
         """Attend from q [H, N, D] to the selected pages, or to all slots if the error bound is exceeded."""
         n_kv, (h, n, d) = pages.whole.shape[0], q.shape
         rows = q.reshape(n_kv, h // n_kv, n, d)
-        # drafts over a separate cache precede the first row
-        is_shared = self._is_shared and not params.is_draft and not params.is_prompt
+        is_shared = self._is_shared and not params.is_draft  # drafts over a separate cache precede the first row
         chosen, score = self._choice.get(layer) if is_shared else None, None
         if chosen is None or self._epsilon is not None:
-            scored = self._index.sample(rows) if params.is_prompt else rows
-            score = self._index.score(scored.flatten(1, 2), pages.kept, pages.shared, params)
-            score = score.view(*scored.shape[:3], -1)  # [K, G, N or R, X]
+            score = self._index.score(rows.flatten(1, 2), pages.kept, pages.shared, params)
+            score = score.view(*rows.shape[:3], -1)  # [K, G, N, X]
         if chosen is None:
             assert score is not None
-            segments = score.unsqueeze(2) if params.is_prompt else score.unsqueeze(3)  # of many rows, or of one
-            chosen = _choose(segments[:, :, :1] if is_shared else segments, pages, self._least)  # [K, N or 1, X]
+            chosen = _choose(score[:, :, :1] if is_shared else score, pages, self._least)  # [K, N or 1, X]
             if is_shared:
                 self._choice[layer] = chosen
         self._count(layer, chosen, n)
+        chosen = chosen.expand(-1, n, -1).contiguous()
         part = self._read(layer, pages, q, chosen, params, score)
         if self._epsilon is not None:
             assert score is not None
-            missed = log_masses(score, (pages.held.unsqueeze(1) & ~chosen).expand(-1, n, -1))  # [K, G, N]
+            missed = log_masses(score, pages.held.unsqueeze(1) & ~chosen)  # [K, G, N]
             out, lse = (t.view(*rows.shape[:3], *t.shape[2:]) for t in (part.out, part.lse))
             refused = _refused(missed, lse, self._epsilon)
             self._stream(layer, pages, rows, refused, PartialAttention(out, lse), params)
@@ -257,9 +249,9 @@ class SparseTier:
         self, layer: int, pages: Pages, q: Tensor, chosen: Tensor, params: AttentionParams, score: Tensor | None
     ) -> PartialAttention:
         """Attend from each row to its own selection, as a separate sequence, so that the result is batch invariant.
+        `chosen` [K, N, X], or [K, 1, X] if all rows share one.
 
-        `chosen` [K, N, X], or [K, 1, X] if all rows share one. Without such a kernel, all rows attend to the union of
-        their selections, each masked to its own.
+        Without such a kernel, all rows attend to the union of their selections, each masked to its own.
         """
         grain, n_rows = self._index.selection_unit, q.shape[1]
         first = pages.whole * self._index.page
@@ -315,35 +307,21 @@ class SparseTier:
 
 
 def _choose(score: Tensor, pages: Pages, least: float) -> Tensor:
-    """Select units for N segments by the scores of their rows [K, G, N, R, X] -> [K, N, X]: the best `most` of each
-    segment and KV head, and those always read. A row of an answer is a segment of one row.
+    """Select units by score [K, G, N, X] -> [K, N, X]: the best `most` of each row and KV head, and those always read.
 
-    Units are ranked by their largest share of the mass in any query head of the group, because heads differ in scale;
-    in a head, that is the mean share in the rows. `least`: log of the share below which no unit is read.
+    Units are ranked by their largest share of the mass in any query head of the group, because heads differ in scale.
+    `least`: log of the share below which no unit is read.
     """
-    k, g, n, r, x = score.shape
-    by_row = score - log_masses(score.reshape(k, g, n * r, x), pages.held).view(k, g, n, r, 1)
-    by_head = by_row.squeeze(3) if r == 1 else by_row.logsumexp(3) - math.log(r)  # [K, G, N, X]
-    share = by_head.amax(1)
+    share = (score - log_masses(score, pages.held).unsqueeze(-1)).amax(1)  # [K, N, X]
     chosen = _best(share.masked_fill(~pages.open.unsqueeze(1), -torch.inf), pages.most, pages.index)
     if least > -math.inf:
         chosen &= share >= least
-    if pages.budget.mass < 1:
-        chosen &= _holding(by_head, pages).any(1)
     return chosen & pages.open.unsqueeze(1) | pages.always.unsqueeze(1)
-
-
-def _holding(share: Tensor, pages: Pages) -> Tensor:
-    """Return the fewest units that hold the budget's mass with those always read, by log share [K, G, N, X]."""
-    mass, first = share.exp(), pages.always.view(pages.always.shape[0], 1, 1, -1)
-    order = (mass + 2 * first).sort(dim=-1, descending=True, stable=True).indices
-    ranked = mass.gather(-1, order)
-    return torch.zeros_like(mass, dtype=torch.bool).scatter_(-1, order, ranked.cumsum(-1) - ranked < pages.budget.mass)
 
 
 def _best(share: Tensor, most: int, index: PageIndex) -> Tensor:
     """Return a mask [K, N, X] of the `most` best units of each row. On equal scores the first units win."""
-    top = share.topk(min(most, share.shape[-1]), -1)
+    top = share.topk(most, -1)
     if index.selection_unit == index.page:
         return torch.zeros_like(share, dtype=torch.bool).scatter_(2, top.indices, True)
     least = top.values[..., -1:]

@@ -1,1 +1,1 @@
-"""Token pruning of prompts: one file per `[prune] method`."""
+"""Sparse attention of prompts: one file per `[sparse] method`, and segments, whose rows select pages together."""

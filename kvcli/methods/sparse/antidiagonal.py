@@ -21,23 +21,19 @@ from kvcli.kv.sparse.index import Numbers, PageIndex, by_page, scale_and_softcap
 
 @dataclass(frozen=True)
 class Antidiagonal(PageIndex):
-    """Page index of the keys themselves, in groups of `stride`, which divides the page."""
+    """Page index of the keys themselves, in groups of `stride`, which divides the page. It scores segments of rows."""
 
     stride: int
 
-    def sample(self, rows: Tensor) -> Tensor:
-        """Join the rows [K, G, N, D] of each group, the last first -> [K, G, N / stride, stride * D]."""
-        whole = pad(rows, (0, 0, 0, -rows.shape[2] % self.stride))
-        return whole.unflatten(2, (-1, self.stride)).flip(3).flatten(3)
-
     def summarize(self, k: Tensor, shared: Numbers) -> Numbers:
         """Join the keys k [K, P, page, D] of each group -> [K, P, page / stride, stride * D]."""
-        return (k.unflatten(2, (-1, self.stride)).flatten(3),)
+        return (k.reshape(*k.shape[:2], -1, self.stride * k.shape[3]),)
 
     def score(self, rows: Tensor, pages: Numbers, shared: Numbers, params: AttentionParams) -> Tensor:
-        """Score pages by the mean scores of antidiagonals, for joined rows."""
-        (keys,) = pages
-        wide = torch.promote_types(rows.dtype, torch.float32)
-        score = rows.to(wide) @ keys.flatten(1, 2).to(wide).transpose(1, 2)
+        """Score pages by the mean scores of antidiagonals, for the groups of segments [K, G, N, D] -> [K, G, R, P]."""
+        (keys,), (n_kv, n_queries, n, size) = pages, rows.shape
+        whole = pad(rows, (0, 0, 0, -n % self.stride)).view(n_kv, n_queries, -1, self.stride, size)
+        groups, wide = whole.flip(3).flatten(3), torch.promote_types(rows.dtype, torch.float32)
+        score = groups.flatten(1, 2).to(wide) @ keys.flatten(1, 2).to(wide).transpose(1, 2)
         mean = scale_and_softcap(score, replace(params, scale=params.scale / self.stride))
-        return by_page(mean, self.page // self.stride)
+        return by_page(mean, self.page // self.stride).view(*groups.shape[:3], -1)

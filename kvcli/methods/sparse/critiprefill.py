@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated
 
-from kvcli.kv.sparse.settings import MinMax
+from kvcli.methods.sparse.prompt_selection import PromptSelection
 from kvcli.settings.schema import Range
 
 if TYPE_CHECKING:
@@ -13,19 +13,27 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class CritiPrefill(MinMax):
+class CritiPrefill(PromptSelection):
     """CritiPrefill (Lv et al., 2024, arXiv 2409.12490): for prompts, pages whose extreme keys suit a segment's middle.
 
-    With a quarter of the text read, the demo answers 2 of 3 lookups in 2,000 tokens (measurements/lab-log.md).
+    MEASURED
     """
 
-    floor: Annotated[int, Range(1)] = 2048  # tokens read per KV head; smaller tiers are read in full
-    segment: Annotated[int, Range(1)] = 512  # tokens of a prompt that select together, in one pass
     page: Annotated[int, Range(1)] = 32  # tokens per page
+    fraction: Annotated[float, Range(above=0, most=1)] = 0.25  # share of stored tokens that a KV head reads per segment
 
-    of_answers = False
+    @property
+    def share_read(self) -> str:
+        return f"{self.fraction:.0%} of the text"
+
+    @property
+    def limits(self) -> tuple[float, float]:
+        return self.fraction, 1.0
 
     def index(self) -> PageIndex:
-        from kvcli.methods.sparse import middles
+        from kvcli.methods.sparse.middles import Middles
 
-        return middles.Middles(self.page)
+        return Middles(self.page)
+
+    def _per_slot(self, head_dim: int, number: int) -> float:
+        return 2 * head_dim * number / self.page

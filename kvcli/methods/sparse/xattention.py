@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated
 
-from kvcli.kv.sparse.settings import PER_PAGE, PageSelection
+from kvcli.methods.sparse.prompt_selection import PromptSelection
 from kvcli.settings.schema import Range
 
 if TYPE_CHECKING:
@@ -13,28 +13,31 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class XAttention(PageSelection):
+class XAttention(PromptSelection):
     """XAttention (Xu et al., 2025, arXiv 2503.16428): for prompts, pages with the highest antidiagonal sums of scores.
 
-    With a quarter of the text read, the demo answers 3 of 3 lookups in 2,000 tokens (measurements/lab-log.md).
+    MEASURED
     """
 
-    fraction: Annotated[float, Range(above=0, most=1)] = 1.0  # share of stored tokens that a KV head reads per segment
-    mass: Annotated[float, Range(above=0, most=1)] = 0.9  # select no more pages at this share of attention; 1 = off
-    segment: Annotated[int, Range(1)] = 256  # tokens of a prompt that select together, in one pass
-    page: Annotated[int, Range(1)] = 128  # tokens per page
+    mass: Annotated[float, Range(above=0, below=1)] = 0.9  # share of the attention that the selected pages hold
     stride: Annotated[int, Range(1)] = 8  # tokens per group, of which one score is computed for another group
-
-    of_answers = False
 
     def __post_init__(self) -> None:
         if self.page % self.stride:
             raise ValueError(f"page = {self.page} is no multiple of stride = {self.stride}")
 
-    def index(self) -> PageIndex:
-        from kvcli.methods.sparse import antidiagonal
+    @property
+    def share_read(self) -> str:
+        return f"{self.mass:.0%} of the attention"
 
-        return antidiagonal.Antidiagonal(self.page, self.stride)
+    @property
+    def limits(self) -> tuple[float, float]:
+        return 0.0, self.mass
+
+    def index(self) -> PageIndex:
+        from kvcli.methods.sparse.antidiagonal import Antidiagonal
+
+        return Antidiagonal(self.page, self.stride)
 
     def _per_slot(self, head_dim: int, number: int) -> float:
-        return head_dim * number + PER_PAGE / self.page
+        return head_dim * number
