@@ -60,11 +60,9 @@ def call(
         heads = array("q", (*run.starts, *run.lengths, *run.pos_starts))
     if chosen is not None:
         assert chosen.pages.is_contiguous(), "choices are contiguous"
-        heads_of, choices_of, n_pages = chosen.pages.shape
-        assert heads_of == kv, "a choice of each head"
-        assert choices_of in (1, n), "a choice of each row, or one of all"
+        assert chosen.pages.shape[:2] in ((kv, n), (kv, 1)), "a choice of each row, or one of all"
         behind = array("q", (*chosen.behind, *chosen.left))
-        choice = CHOSEN.pack(chosen.pages.data_ptr(), behind.buffer_info()[0], choices_of, n_pages, chosen.page)
+        choice = CHOSEN.pack(chosen.pages.data_ptr(), behind.buffer_info()[0], *chosen.pages.shape[1:], chosen.page)
         choices = array("q", choice)
         chosen_at = choices.buffer_info()[0]
     if window is not None:

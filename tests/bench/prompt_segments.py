@@ -42,7 +42,7 @@ from tests.bench.harness import Ints, Rows, Words, in_turns, measurement, once, 
 from tests.bench.prune import answered
 from tests.bench.random_model import noise, write
 
-WARM = 512  # tokens read before those that are timed: the index of what is stored is made in their first pass
+WARM = 256  # tokens read before those that are timed: the index of what is stored is made in their first pass
 
 
 def table_of(side: str) -> dict[str, Any]:

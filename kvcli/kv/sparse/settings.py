@@ -27,11 +27,7 @@ class SparseMethod:
 
     exactness_label: ClassVar[Exactness] = "exact"  # the strictest `exactness` of a profile with this method
     segment: int = 0  # tokens of a prompt that select together, in one pass; 0 = those of prompts read all
-
-    @property
-    def selection_interval(self) -> int | None:
-        """Tokens between two compression points while decoding; None = the method needs none."""
-        return None
+    selection_interval: int | None = None  # tokens between two compression points while decoding; None = none needed
 
     @property
     def describe_read(self) -> str:

@@ -66,7 +66,7 @@ class SparseTier:
     In layers with a sliding window, and in layers not listed, rows read all slots.
     """
 
-    _of_prompts = False  # rows of a prompt select, and those of an answer read all slots
+    _of_prompts = False  # rows of a prompt select, all of a pass at once, and those of an answer read all slots
 
     def __init__(
         self,
@@ -81,9 +81,7 @@ class SparseTier:
         is_shared: bool = False,
     ) -> None:
         """`source`: read access to single slots of the tier.
-
         `epsilon`: a row that may miss more than this share of its softmax mass over stored slots reads all of them.
-
         `cutoff`: units whose score is below this share of a row's mass are not read, even if the budget allows.
         `is_shared`: the first row after a compression point selects for all rows until the next one."""
         assert epsilon is None or index.is_bound, "an error bound is set, but scores of the index are no bounds"
@@ -111,7 +109,7 @@ class SparseTier:
         pages = self._pages.get(layer)
         if pages is None or pages.reads_all or params.window is not None or params.is_prompt != self._of_prompts:
             return self._tier.attend(layer, q, params, pos, own)
-        rows = self._at_once(q.shape[0] * pages.open.shape[1])
+        rows = q.shape[1] if self._of_prompts else min(ROWS, max(1, SCORES // (q.shape[0] * pages.open.shape[1])))
         parts = [self._recall(layer, pages, q[:, a : a + rows], params) for a in range(0, q.shape[1], rows)]
         if len(parts) > 1:
             parts = [PartialAttention(torch.cat([p.out for p in parts], 1), torch.cat([p.lse for p in parts], 1))]
@@ -123,10 +121,6 @@ class SparseTier:
             s = _here(self._tier.newest(layer, n), q)
             parts = [*parts, attend(q, s.k, s.v, params.scale, softcap=params.softcap, mask=visible(s.pos, pos, None))]
         return [*parts, *attend_new_only(q, params, own)]
-
-    def _at_once(self, scores: int) -> int:
-        """Return how many rows select pages at a time, if each has so many scores."""
-        return min(ROWS, max(1, SCORES // scores))
 
     def device_layer(self, layer: int) -> str:
         return BY_ROW
@@ -249,9 +243,9 @@ class SparseTier:
         self, layer: int, pages: Pages, q: Tensor, chosen: Tensor, params: AttentionParams, score: Tensor | None
     ) -> PartialAttention:
         """Attend from each row to its own selection, as a separate sequence, so that the result is batch invariant.
-        `chosen` [K, N, X], or [K, 1, X] if all rows share one.
 
-        Without such a kernel, all rows attend to the union of their selections, each masked to its own.
+        `chosen` [K, N, X], or [K, 1, X] for all rows. Without such a kernel, all rows attend to the union of their
+        selections, each masked to its own.
         """
         grain, n_rows = self._index.selection_unit, q.shape[1]
         first = pages.whole * self._index.page

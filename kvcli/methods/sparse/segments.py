@@ -115,9 +115,6 @@ class SegmentTier(SparseTier):
             self._learn([layer])
         return super().attend(layer, q, params, pos, own)
 
-    def _at_once(self, scores: int) -> int:
-        return 1 << 62  # a segment is never cut
-
     def _recall(self, layer: int, pages: Pages, q: Tensor, params: AttentionParams) -> PartialAttention:
         segment = q.reshape(pages.whole.shape[0], -1, *q.shape[1:])  # [K, G, N, D]
         score = self._index.score(segment, pages.kept, pages.shared, params)
