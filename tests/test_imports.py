@@ -57,7 +57,7 @@ ONLY = {
 # Raised by 1,237: kernels of joined launches and experts, weights in host memory, every pass captured; the store fell.
 # Raised by 646: GGUF blocks stay quantized on a GPU, and products of 16-bit integers with AVX2; draft tokens that the
 # device hands on; memory of drafts; a benchmark of servers; Bregman top-k.
-MOST_LINES = 81_563
+MOST_LINES = 81_572
 
 
 def _module(path: Path) -> str:

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import subprocess
 import sys
 from functools import partial
@@ -13,6 +14,8 @@ import torch
 
 from kvcli import assemble
 from kvcli.commands.common.torchrun import join
+from kvcli.drafts.draft_settings import clock_of
+from kvcli.engine.drafting.drafter import ModelPair
 from kvcli.engine.ranks import Ranks
 from kvcli.errors import BadConfig, BadModel, UsageError
 from kvcli.models.refusals import refuse_across_ranks
@@ -105,6 +108,18 @@ def test_ranks_divide_a_budget_as_one_process_does(share):
         assert torch.equal(kept, whole[2 * index : 2 * index + 2, : part[1].shape[1]])
     alone = next(iter(share([parts[1]], 4, 12)))
     assert not torch.equal(alone, whole[2:])  # the budget of a rank alone is another one
+
+
+def test_drafters_read_the_clock_that_all_ranks_share():
+    """With a clock of its own in each process the ranks would draft differently, and end with an error."""
+    root = Path(__file__).parents[1] / "kvcli"
+    files = [path for folder in ("drafts", "methods") for path in (root / folder).rglob("*.py")]
+    reads = {
+        path.name for path in files if re.search(r"^(import time|from time import)", path.read_text(), re.MULTILINE)
+    }
+    assert reads == {"draft_settings.py"}  # without a model pair, in tests
+    lm = SimpleNamespace(clock=lambda: 7.0)
+    assert clock_of(ModelPair(lm, lm))() == 7.0
 
 
 @pytest.mark.slow

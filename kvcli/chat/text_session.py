@@ -27,7 +27,7 @@ from kvcli.kv.out_of_memory import CacheFull, Preempted, catch_cache_full
 from kvcli.kv.slots import nbytes
 from kvcli.models.text import Messages, StopStrings, decode, encode
 from kvcli.models.tool_calls import CallReader
-from kvcli.prefix_cache.live_prefix import common_prefix, copy_prefix, shared_prefix
+from kvcli.prefix_cache.live_prefix import common_prefix, copy_by_layer, shared_prefix
 from kvcli.prefix_cache.prefix_cache import SaveResult
 from kvcli.settings.schema import ORDER, texts_of
 
@@ -116,7 +116,7 @@ class TextSession:
             self.pack.fetch(self.session, ids)
         if (source := self.source(ids)) is not None:
             with catch_cache_full():
-                copy_prefix(self.session, source.session, ids)
+                yield from self.model.engine.in_turns(self, copy_by_layer(self.session, source.session, ids))
         found.append(self.session.committed)
         if (prefixes := self.model.prefix_cache) is not None and not self.session.condensed:
             with catch_cache_full():  # without room, the prompt is prefilled

@@ -3,11 +3,22 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Annotated, ClassVar
+from time import perf_counter
+from typing import TYPE_CHECKING, Annotated, ClassVar
 
 from kvcli.kv.footprint import Footprint, ModelSizes
 from kvcli.settings.schema import DraftModelRef, Range
 from kvcli.settings.values import WrongValue, check, keys_of
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from kvcli.engine.drafting.drafter import ModelPair
+
+
+def clock_of(pair: ModelPair | None) -> Callable[[], float]:
+    """Return the clock by which a drafter decides, in seconds: the target model's, which all its ranks read alike."""
+    return perf_counter if pair is None else pair.target.clock
 
 
 @dataclass(frozen=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from itertools import takewhile
 from typing import TYPE_CHECKING
 
@@ -13,6 +14,10 @@ from kvcli.prefix_cache.prefix_cache import FEW
 
 if TYPE_CHECKING:
     from kvcli.engine.sequence.state import SequenceState
+
+
+class SourceChanged(Exception):
+    """The source no longer has the KV that is being copied."""
 
 
 def shared_prefix(source: SequenceState, ids: Sequence[int]) -> int:
@@ -33,8 +38,9 @@ def common_prefix(ids: Sequence[int], its_ids: Sequence[int], sessions: Sequence
     return n if is_kept and not lm.recurrent_layers and n - has >= FEW else 0
 
 
-def copy_prefix(session: SequenceState, source: SequenceState, ids: Sequence[int]) -> None:
-    """Copy the KV of the longest shared prefix, unless prefill is as fast. Both caches must hold KV as computed."""
+def copy_by_layer(session: SequenceState, source: SequenceState, ids: Sequence[int]) -> Iterator[None]:
+    """Copy the KV of the longest shared prefix, unless prefill is as fast, and yield after each layer. Both caches must
+    hold KV as computed. Nothing is copied if the source gives its KV up meanwhile."""
     n, lm = shared_prefix(source, ids), session.lm
     if n - session.committed < FEW:
         return
@@ -43,6 +49,8 @@ def copy_prefix(session: SequenceState, source: SequenceState, ids: Sequence[int
 
     def parts() -> Iterator[tuple[int, Tensor, Tensor, int]]:
         for layer in lm.storing:
+            if shared_prefix(source, ids) < n:
+                raise SourceChanged
             slots = source.cache.slots(layer)
             first = int(slots.pos[0, 0])
             start = max(first, have, windows[layer].window_start(n) if layer in windows else 0)
@@ -50,4 +58,5 @@ def copy_prefix(session: SequenceState, source: SequenceState, ids: Sequence[int
             k = slots.k[:, at]
             yield layer, k, k if slots.v is slots.k else slots.v[:, at], start
 
-    session.adopt(ids, n, parts())
+    with suppress(SourceChanged):
+        yield from session.adopt_by_layer(ids, n, parts())

@@ -238,7 +238,7 @@ class Sample:
     frequency_penalty: Annotated[float, Range()] | None = None  # lowers them by each occurrence; 0 = off
     dry_multiplier: Annotated[float, Range(0)] | None = None  # lowers tokens that continue a repetition; 0 = off
     dry_base: Annotated[float, Range(1)] = 1.75  # growth of that penalty with each repeated token
-    dry_allowed_length: Annotated[int, Range(1)] = 2  # repeated tokens without that penalty
+    dry_allowed_length: Annotated[int, Range(1, 1024)] = 2  # repeated tokens without that penalty
     dry_range: Annotated[int, Range(0)] = 0  # last tokens that are searched for repetitions; 0 = all
     dry_sequence_breakers: Text = ("\n", ":", '"', "*")  # no repetition contains a token with one of these texts
     logit_bias: Annotated[str | tuple[str, ...], BIAS] = ()  # TOKEN+N or TOKEN-N: adds a number to a token's logit

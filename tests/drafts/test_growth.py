@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Generator, Iterator, Sequence
 from itertools import product
 from random import Random
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,6 +14,8 @@ from kvcli.drafts.sources.model_draft import ModelDraft
 from kvcli.drafts.sources.prompt_lookup import PromptLookup
 from kvcli.drafts.tree.growth import Growth, TreeShape, sequoia
 from kvcli.drafts.tree.tree import grow
+
+TARGET = SimpleNamespace(vocab=10**6, clock=lambda: 0.0)
 
 
 class Says:
@@ -61,7 +64,7 @@ def drafted(
 ) -> ModelDraft:
     """As deep as `pays` drafts, where no price is fixed."""
     said = Says(leads)
-    chain = ModelDraft(said, depth=depth, vocab=10**6, share=0.1, growth=growth, **more)  # type: ignore[arg-type]
+    chain = ModelDraft(said, TARGET, depth=depth, share=0.1, growth=growth, **more)  # type: ignore[arg-type]
     chain.start(text)
     list(chain.extend_draft(99, lambda chances: len(chances) <= pays, 0.02, lambda n: [1 + 0.02 * i for i in range(n)]))
     assert [said.paths[place.row] for place in chain._places[1:]] == [place.path for place in chain._places[1:]]

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
+from kvcli.drafts import draft_settings
 from kvcli.drafts.sources import logit_recycling
-from kvcli.drafts.tree import tree_drafter
 from kvcli.kv.footprint import NO_SIZES
 from kvcli.methods.drafts.mix import Mix
 from kvcli.methods.drafts.model import SeparateModelDraft
@@ -49,8 +49,7 @@ def test_logits_rest_where_listening_takes_longer_than_it_brings(
         now[0] += each
         return now[0]
 
-    for module in (tree_drafter, logit_recycling):
-        monkeypatch.setattr(module, "perf_counter", clock)
+    monkeypatch.setattr(draft_settings, "perf_counter", clock)
     config = Mix(sources=("prompt-lookup", "stand", "token-recycling"))
     run = engine(config.drafter(), copied_ids(3000, 1), 400, hook_output=lambda row: [7000.0, 7001.0, 1.0, 0.0]).run(
         100

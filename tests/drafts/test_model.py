@@ -294,11 +294,11 @@ def test_trees_hold_more_of_the_text_than_a_chain_and_change_nothing_of_it(tree:
 
 @pytest.mark.parametrize("working", [6, 20, 70, 0])
 def test_a_look_is_at_no_more_than_stays(working: int) -> None:
-    chain = ModelDraft(SeparateDraftModel(lm(), working, 4 if working else 0), depth=4, vocab=97, share=0.1)
+    chain = ModelDraft(SeparateDraftModel(lm(), working, 4 if working else 0), lm(), depth=4, share=0.1)
     chain.start(families.prompt(90))
     run_to_end(chain._take_a_look(0.0))
     assert chain.draft_model.n_uncovered == 0
-    assert chain.mean != ModelDraft(chain.draft_model, depth=4, vocab=97, share=0.1).mean
+    assert chain.mean != ModelDraft(chain.draft_model, lm(), depth=4, share=0.1).mean
 
 
 @pytest.mark.parametrize("sampler", SAMPLERS)

@@ -7,15 +7,14 @@ from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass, field
 from itertools import product
 from random import Random
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
-from kvcli.drafts.sources import model_draft
 from kvcli.drafts.sources.model_draft import ModelDraft
 from kvcli.drafts.sources.prompt_lookup import PromptLookup
-from kvcli.drafts.tree import tree_drafter
 from kvcli.drafts.tree.growth import rule
 from kvcli.drafts.tree.tree import DraftCandidate
 from kvcli.drafts.tree.tree_drafter import TreeDrafter
@@ -96,7 +95,6 @@ class Known:
 class Run:
     """Decodes a text whose tokens are its positions, and keeps the books."""
 
-    monkeypatch: pytest.MonkeyPatch
     each: float  # plain passes that one of the second model takes
     share: Callable[[int], float]
     cost: Callable[[int], float] = COSTS["cheap"]
@@ -106,13 +104,12 @@ class Run:
     passes: list[int] = field(default_factory=list)  # of the second model, by pass
 
     def __post_init__(self) -> None:
-        for module in (model_draft, tree_drafter):
-            self.monkeypatch.setattr(module, "perf_counter", lambda: self.now)
+        self.target: Any = SimpleNamespace(vocab=30000, clock=lambda: self.now)
         self.truth = list(range(19000))
         config = SeparateModelDraft(**self.settings, copies=False)
         self.known = Known(self.truth, self.share)
-        own = ModelDraft(self.known, depth=config.depth, vocab=30000, share=self.each)  # type: ignore[arg-type]
-        self.drafter = TreeDrafter(config, [own], chain=own, stop=rule(config.stop, config.risk))
+        own = ModelDraft(self.known, self.target, depth=config.depth, share=self.each)  # type: ignore[arg-type]
+        self.drafter = TreeDrafter(config, [own], clock=own.clock, chain=own, stop=rule(config.stop, config.risk))
         self.at = 100
         list(self.drafter.start(self.truth[: self.at]) or ())  # type: ignore[call-overload]
 
@@ -159,18 +156,16 @@ RUNS = product((0.0, 0.3, 0.6, 0.8, 0.95), (0.05, 0.2, 0.5), COSTS)
 
 
 @pytest.mark.parametrize(("share", "each", "cost"), pinned(RUNS, (0.8, 0.5, "cheap")))
-def test_it_is_never_slower_and_nearly_as_fast_as_the_best_depth(
-    share: float, each: float, cost: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    run = Run(monkeypatch, each, lambda at: share, COSTS[cost], {"branches": 1}).run(1200)
+def test_it_is_never_slower_and_nearly_as_fast_as_the_best_depth(share: float, each: float, cost: str) -> None:
+    run = Run(each, lambda at: share, COSTS[cost], {"branches": 1}).run(1200)
     best = max(fixed(each, share, COSTS[cost], depth) for depth in range(9))
     assert run.gain >= 0.98
     assert run.gain >= 0.9 * best
 
 
 @pytest.mark.parametrize("each", [0.1, 0.3])
-def test_it_comes_back_when_the_text_turns_easy(each: float, monkeypatch: pytest.MonkeyPatch) -> None:
-    run = Run(monkeypatch, each, lambda at: 0.95 if at > 1500 else 0.02).run(1400)
+def test_it_comes_back_when_the_text_turns_easy(each: float) -> None:
+    run = Run(each, lambda at: 0.95 if at > 1500 else 0.02).run(1400)
     assert sum(run.passes[200:]) < 0.03 * 1200
     before = len(run.rows)
     while run.at < 1500:
@@ -181,46 +176,44 @@ def test_it_comes_back_when_the_text_turns_easy(each: float, monkeypatch: pytest
 
 @pytest.mark.parametrize("cost", ["cheap", "cliff"])
 @pytest.mark.parametrize("each", [0.2, 0.5])
-def test_a_short_answer_loses_one_look_where_nothing_comes_true(
-    each: float, cost: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    run = Run(monkeypatch, each, lambda at: 0.0, COSTS[cost]).run(16)
+def test_a_short_answer_loses_one_look_where_nothing_comes_true(each: float, cost: str) -> None:
+    run = Run(each, lambda at: 0.0, COSTS[cost]).run(16)
     assert sum(run.passes) <= 3
     assert run.gain >= 0.95
 
 
-def test_what_a_pass_takes_is_known_before_a_dear_one_is_drafted_with(monkeypatch: pytest.MonkeyPatch) -> None:
-    run = Run(monkeypatch, 1.2, lambda at: 0.9)
+def test_what_a_pass_takes_is_known_before_a_dear_one_is_drafted_with() -> None:
+    run = Run(1.2, lambda at: 0.9)
     run.drafter._chain._share = 0.1  # type: ignore[union-attr]  # by its weights it would pay
     run.run(300)
     assert max(run.rows) == 1
     assert sum(run.passes) <= 3
 
 
-def test_a_pass_that_costs_more_than_it_can_bring_is_never_made(monkeypatch: pytest.MonkeyPatch) -> None:
-    run = Run(monkeypatch, 1.1, lambda at: 0.9).run(600)
+def test_a_pass_that_costs_more_than_it_can_bring_is_never_made() -> None:
+    run = Run(1.1, lambda at: 0.9).run(600)
     assert max(run.rows) == 1
     assert sum(run.passes) <= 2  # looks
 
 
-def test_without_adapting_it_drafts_as_deep_as_it_may(monkeypatch: pytest.MonkeyPatch) -> None:
-    run = Run(monkeypatch, 2.0, lambda at: 0.5, COSTS["steep"], {"adaptive": False, "depth": 3, "branches": 1})
+def test_without_adapting_it_drafts_as_deep_as_it_may() -> None:
+    run = Run(2.0, lambda at: 0.5, COSTS["steep"], {"adaptive": False, "depth": 3, "branches": 1})
     run.run(50)
     assert run.passes == [4] + [3] * 49  # the very first one is timed twice
     assert run.rows == [4] * 50
 
 
-def test_the_others_that_it_thought_of_are_tried_beside_its_drafts(monkeypatch: pytest.MonkeyPatch) -> None:
-    run = Run(monkeypatch, 0.1, lambda at: 0.5, settings={"adaptive": False, "depth": 3, "branches": 2}).run(10)
+def test_the_others_that_it_thought_of_are_tried_beside_its_drafts() -> None:
+    run = Run(0.1, lambda at: 0.5, settings={"adaptive": False, "depth": 3, "branches": 2}).run(10)
     assert run.rows == [7] * 10
 
 
 @pytest.mark.parametrize("phrase", [5, 40])
-def test_where_a_copy_is_all_but_sure_it_is_not_asked(phrase: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    run = Run(monkeypatch, 0.2, lambda at: 0.9)
+def test_where_a_copy_is_all_but_sure_it_is_not_asked(phrase: int) -> None:
+    run = Run(0.2, lambda at: 0.9)
     run.truth = run.known.truth = [i % phrase for i in range(12000)]
     own = run.drafter._sources[0]
-    run.drafter = TreeDrafter(SeparateModelDraft(), [PromptLookup(1, 32), own], chain=own)  # type: ignore[list-item, arg-type]
+    run.drafter = TreeDrafter(SeparateModelDraft(), [PromptLookup(1, 32), own], clock=own.clock, chain=own)  # type: ignore[list-item, arg-type]
     list(run.drafter.start(run.truth[: run.at]) or ())  # type: ignore[call-overload]
     run.run(200)
     assert sum(run.passes[50:]) <= 3  # looks
@@ -260,30 +253,28 @@ class Free:
 
 @pytest.mark.parametrize(("free", "share"), [(0.7, 0.7), (0.7, 0.9), (0.3, 0.7), (0.78, 0.6)])
 @pytest.mark.parametrize("each", [0.1, 0.3])
-def test_one_tree_is_no_slower_than_what_is_best_in_it(
-    free: float, share: float, each: float, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_one_tree_is_no_slower_than_what_is_best_in_it(free: float, share: float, each: float) -> None:
     """Drafts that take no pass, and a model's; where both say the same its passes would bring nothing.
 
     Which is better is known from the newest drafts alone, so where it is close the other one is taken for a while.
     """
 
     def gain(is_asked: bool, is_free: bool) -> float:
-        run = Run(monkeypatch, each, lambda at: share)
+        run = Run(each, lambda at: share)
         own = run.drafter._sources[0]
         of = [*([Free(free)] if is_free else []), *([own] if is_asked else [])]
-        run.drafter = TreeDrafter(SeparateModelDraft(), of, chain=own if is_asked else None)  # type: ignore[arg-type]
+        run.drafter = TreeDrafter(SeparateModelDraft(), of, clock=own.clock, chain=own if is_asked else None)  # type: ignore[arg-type]
         list(run.drafter.start(run.truth[: run.at]) or ())  # type: ignore[call-overload]
         return run.run(800).gain
 
     assert gain(True, True) >= 0.87 * max(gain(True, False), gain(False, True))
 
 
-def test_others_go_on_behind_what_only_the_model_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    run = Run(monkeypatch, 0.1, lambda at: 1.0)
+def test_others_go_on_behind_what_only_the_model_named() -> None:
+    run = Run(0.1, lambda at: 1.0)
     run.truth = run.known.truth = [i % 40 for i in range(2000)]
     config = SeparateModelDraft(adaptive=False, depth=2, branches=1, copies=False, sources=("stand", "token-recycling"))
-    run.drafter = config.mixer(ModelDraft(run.known, depth=2, vocab=30000, share=0.1), PromptLookup(1, 32))  # type: ignore[arg-type]
+    run.drafter = config.mixer(ModelDraft(run.known, run.target, depth=2, share=0.1), PromptLookup(1, 32))  # type: ignore[arg-type]
     list(run.drafter.start(run.truth[: run.at]) or ())  # type: ignore[call-overload]
     for source in run.drafter._successors:
         for at in range(40):

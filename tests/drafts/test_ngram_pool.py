@@ -81,7 +81,7 @@ def test_without_a_clock_all_there_is_to_draft_is_verified():
     _, pool = settings.window_and_pool(())
     for run in range(20):
         pool.put([7], [100 * run + depth for depth in range(1, 9)])
-    drafter = TreeDrafter(settings, [pool])
+    drafter = TreeDrafter(settings, [pool], clock=lambda: 0.0)
     drafter.start([5, 7])
     draft = drafter.propose([5, 7], 100)
     assert (len(draft.ids), max(draft.depth())) == (160, 8)

@@ -128,8 +128,8 @@ def test_layers_left_out_change_no_text(how: str, dtype: torch.dtype) -> None:
 
 def test_a_dynamic_programme_finds_the_layers_that_do_nothing() -> None:
     chosen = Clasp(idle(), 4 / 6)
-    of_itself = ModelDraft(SelfDraftModel(idle(), chosen), depth=5, vocab=idle().vocab, share=0.3)
-    mixer = TreeDrafter(SelfDraft(adaptive=False, branches=1), [of_itself], chain=of_itself)
+    of_itself = ModelDraft(SelfDraftModel(idle(), chosen), idle(), depth=5, share=0.3)
+    mixer = TreeDrafter(SelfDraft(adaptive=False, branches=1), [of_itself], clock=of_itself.clock, chain=of_itself)
     got, stats = written(opened(idle(), mixer))
     assert chosen.runs == [range(2), range(4, 5), range(7, 8)]
     assert got == written(opened(idle(), Off()))[0]

@@ -15,10 +15,8 @@ from tests.drafts.test_model_draft import COSTS, Run
 @pytest.mark.parametrize("each", [0.05, 0.5])
 @pytest.mark.parametrize("share", [0.0, 0.5, 0.95])
 @pytest.mark.parametrize("stop", ["reject", "disco"])
-def test_no_rule_is_slower_than_plain_decoding(
-    stop: str, share: float, each: float, cost: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    run = Run(monkeypatch, each, lambda at: share, COSTS[cost], {"branches": 1, "stop": stop}).run(2000)
+def test_no_rule_is_slower_than_plain_decoding(stop: str, share: float, each: float, cost: str) -> None:
+    run = Run(each, lambda at: share, COSTS[cost], {"branches": 1, "stop": stop}).run(2000)
     assert run.gain >= 0.98
 
 
@@ -40,14 +38,14 @@ def test_the_classifier_finds_out_at_which_depth_drafts_fail():
     assert not disco.goes_on([0.8, 0.64, 0.51])
 
 
-def test_nothing_behind_a_rejection_teaches(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nothing_behind_a_rejection_teaches() -> None:
     heard: list[tuple[int, bool]] = []
 
     class NeededTensors(Disco):
         def learn(self, chances: object, was_right: bool) -> None:
             heard.append((len(chances), was_right))  # type: ignore[arg-type]
 
-    run = Run(monkeypatch, 0.05, lambda at: 0.8, settings={"branches": 1, "stop": "disco"})
+    run = Run(0.05, lambda at: 0.8, settings={"branches": 1, "stop": "disco"})
     stop: StopRule = NeededTensors(0.9)
     run.drafter._stop = stop
     run.run(100)

@@ -27,7 +27,7 @@ from kvcli.kv.slots import KVCache
 from kvcli.methods.drafts.model import SeparateModelDraft
 from kvcli.methods.drafts.off import Off
 from kvcli.models.retokenizer import TokenMapping
-from kvcli.prefix_cache.live_prefix import copy_prefix
+from kvcli.prefix_cache.live_prefix import copy_by_layer
 from tests import drafters, families, make
 from tests.covering import covering, marked, pairs, spread
 from tests.exact.half import Half
@@ -172,9 +172,23 @@ def test_a_text_that_copies_its_beginning_from_another_is_written_as_one_that_pr
 ) -> None:
     source, session = (opened(storage, "all", "sampled", dtype, Off()) for _ in range(2))
     run_to_end(source.read([*prompt(storage), 5, 6, 7]))
-    copy_prefix(session, source, prompt(storage))
+    run_to_end(copy_by_layer(session, source, prompt(storage)))
     assert session.committed == len(prompt(storage)) - 1
     assert run_to_end(written(session, storage)) == plain(storage, "all", "sampled", dtype)
+
+
+@pytest.mark.parametrize("storage", ["dense", "sliding"])
+def test_a_text_whose_source_leaves_while_it_copies_keeps_nothing(storage: str) -> None:
+    source, session = (opened(storage, "all", "sampled", "fp32", Off()) for _ in range(2))
+    run_to_end(source.read([*prompt(storage), 5, 6, 7]))
+    copying = copy_by_layer(session, source, prompt(storage))
+    for _ in range(len(session.lm.storing) + 1):  # room for each layer, and the first layer
+        next(copying)
+    assert session.cache.n_slots(0) > 0
+    source.rewind(0)
+    assert list(copying) == []
+    assert (session.committed, session.cache.n_slots(0)) == (0, 0)
+    assert run_to_end(written(session, storage)) == plain(storage, "all", "sampled", "fp32")
 
 
 @pytest.mark.core

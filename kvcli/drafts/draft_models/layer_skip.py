@@ -10,7 +10,6 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from random import Random
-from time import perf_counter
 from typing import TYPE_CHECKING
 
 import torch
@@ -96,11 +95,11 @@ class Swift(_Chosen):
 
     def start(self) -> None:
         """Reset the search; the layers of the last sequence are the first candidate."""
-        self._began, self._spent, self._tries, self._best = perf_counter(), 0.0, 0, -1.0
+        self._began, self._spent, self._tries, self._best = self._lm.clock(), 0.0, 0, -1.0
 
     def improve(self, kv: KVCache, cache: CacheReader, newest: Sequence[int], length: int) -> Passes[None]:
         """Score another layer set, while time is left."""
-        began = perf_counter()
+        began = self._lm.clock()
         is_over = self._best >= _ENOUGH or self._tries >= _TRIES or self._n < 1
         if is_over or len(newest) <= SEEN or self._spent > _SHARE * (began - self._began):
             return
@@ -111,7 +110,7 @@ class Swift(_Chosen):
         self._tries += 1
         if score > self._best:
             self._best, self.runs = score, runs
-        self._spent += perf_counter() - began
+        self._spent += self._lm.clock() - began
 
     def _score(self, runs: Sequence[range], kv: KVCache, ids: Sequence[int], at: int) -> Passes[float]:
         """Return the share of `ids`, the first at position `at`, that these layers predict from the token before."""
@@ -158,7 +157,7 @@ class Knn(Swift):
         if self._n < 1 or len(newest) < 2:
             return
         if self._found is None:
-            began = perf_counter()
+            began = self._lm.clock()
             seen = newest[-SEEN - 1 : -1]
             like = yield from self._place(kv, seen, length - 1 - len(seen))
             self._found, near = self._known.near(like)
@@ -169,7 +168,7 @@ class Knn(Swift):
             self.runs, self._tries = self._found.runs, self._found.tries
             # a score below _ENOUGH is discarded, because it was measured on another sequence
             self._best = self._found.best if self._found.best >= _ENOUGH else -1.0
-            self._spent += perf_counter() - began
+            self._spent += self._lm.clock() - began
         yield from super().improve(kv, cache, newest, length)
         if self._best >= 0:
             self._found.runs, self._found.best, self._found.tries = self.runs, self._best, self._tries

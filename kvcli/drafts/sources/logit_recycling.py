@@ -12,7 +12,6 @@ from bisect import bisect
 from collections.abc import Sequence
 from itertools import accumulate
 from math import exp, inf, log
-from time import perf_counter
 from typing import TYPE_CHECKING, Any
 
 from kvcli.drafts.tree.tree import AcceptanceRates, DraftCandidate
@@ -75,7 +74,6 @@ class RecycledLogits:
         self.name, self.shortest, self.longest = name, shortest, longest
         self.sampler: Sampler | None = None  # sampler of the answer; None = greedy decoding
         self.rests = False  # is this source switched off for now?
-        self.spent = 0.0  # seconds spent on proposing tokens; the caller resets it
         self._entries: dict[tuple[int, ...], Entry] = {}
         self._tail: list[int] = []  # the last `longest` tokens of the sequence
         self._at = 0  # position of the last of those tokens
@@ -97,12 +95,17 @@ class RecycledLogits:
         return None if self.rests else (*self._tail, *path)[-self.longest :]
 
     def offers(self, state: Any, depth: int, branches: int) -> Sequence[DraftCandidate]:
-        began = perf_counter()
         entry = next(
             (e for n in range(len(state), self.shortest - 1, -1) if (e := self._entries.get(state[-n:]))), None
         )
-        found = self._offers(entry, state, depth, branches) if entry is not None else ()
-        self.spent += perf_counter() - began
+        if entry is None:
+            return ()
+        ids, scores = rank_with_noise(entry.ids, entry.logp, self._at + depth, self.sampler)
+        found = []
+        for rank, token in enumerate(ids[:branches]):
+            row, column = cell(scores, rank)
+            chance = self._odds.chance(row, column)
+            found.append(DraftCandidate(token, chance, (*state, token)[-self.longest :], (row, column)))
         return found
 
     def safe(self, candidate: DraftCandidate) -> int:
@@ -127,15 +130,6 @@ class RecycledLogits:
 
     def record(self) -> tuple[AcceptanceByMatch, ...]:
         return self._odds.record()
-
-    def _offers(self, entry: Entry, state: Any, depth: int, branches: int) -> Sequence[DraftCandidate]:
-        ids, scores = rank_with_noise(entry.ids, entry.logp, self._at + depth, self.sampler)
-        found = []
-        for rank, token in enumerate(ids[:branches]):
-            row, column = cell(scores, rank)
-            chance = self._odds.chance(row, column)
-            found.append(DraftCandidate(token, chance, (*state, token)[-self.longest :], (row, column)))
-        return found
 
 
 def learners(names: Sequence[str]) -> list[RecycledLogits]:

@@ -11,7 +11,6 @@ from collections import deque
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from statistics import median_low
-from time import perf_counter
 from typing import TYPE_CHECKING, Any
 
 from kvcli.drafts.sources.logit_recycling import NAMES, START, cell, rank_with_noise
@@ -24,6 +23,7 @@ if TYPE_CHECKING:
     from kvcli.drafts.draft_models.draft_model import DraftModel
     from kvcli.drafts.sources.prompt_lookup import PromptLookup
     from kvcli.engine.forward_request import Passes
+    from kvcli.engine.hf.lm import LM
     from kvcli.engine.sequence.sampler import Sampler
     from kvcli.engine.sequence.token_history import TokenHistory
     from kvcli.engine.stats import AcceptanceByMatch
@@ -53,26 +53,25 @@ class ModelDraft:
     def __init__(
         self,
         draft_model: DraftModel,
+        target: LM,
         *,
         depth: int,
-        vocab: int,
         share: float,
         ends: Collection[int] = (),
         growth: Growth | None = None,
         cascade: tuple[PromptLookup, int] | None = None,
         name: str = "model",
     ) -> None:
-        """`depth`: most draft tokens of a path; `vocab`: of the target model; `share`: time of a draft pass in plain
-        passes, until measured. `cascade`: prompt lookup that drafts for the draft model, and its maximum number of
-        tokens."""
+        """`depth`: most draft tokens of a path; `share`: time of a draft pass in plain passes, until measured.
+        `cascade`: prompt lookup that drafts for the draft model, and its maximum number of tokens."""
         self.name = name
         self.sampler: Sampler | None = None  # sampler of the answer; None = greedy decoding
-        self.draft_model = draft_model
+        self.draft_model, self.clock = draft_model, target.clock
         self.spent = 0.0  # seconds of draft passes before the running step
         self.is_fixed = False  # every draft has `depth` tokens
         self.why = ""  # reason in words why no draft is made
         self.fault = ""  # error that occurred in this sequence
-        self.depth, self._vocab, self._share, self._ends = depth, vocab, share, frozenset(ends)
+        self.depth, self._vocab, self._share, self._ends = depth, target.vocab, share, frozenset(ends)
         self._seconds: deque[float] = deque(maxlen=9)  # seconds of passes with few rows
         self._look, self._waited = 0.0, 0  # seconds of the last trial pass, and passes since the draft model last ran
         self._growth, self._cascade = growth or Growth(), cascade
@@ -133,7 +132,7 @@ class ModelDraft:
 
         `plain`: seconds of a plain pass; `costs`: the costs of verifying n rows.
         """
-        began, is_trial = perf_counter(), False
+        began, is_trial = self.clock(), False
         if not self._can_go_on():
             return False
         with self._giving_up():
@@ -144,14 +143,14 @@ class ModelDraft:
                 yield from self._take_a_look(began)
             else:
                 return False
-        self.spent = perf_counter() - began
+        self.spent = self.clock() - began
         return is_trial
 
     def _draft(self, most: int, pays: Pays) -> Passes[None]:
         growth, newest, promised = self._growth, 0, 0.0
         chances = list[float]()  # chances that a draft token of each level is accepted
         while True:
-            began, rows = perf_counter(), self.draft_model.n_uncovered
+            began, rows = self.clock(), self.draft_model.n_uncovered
             found = yield from self.draft_model.catch_up(deeper=most - 1 if self._is_known_chain else 0)
             if not found:
                 return
@@ -184,7 +183,7 @@ class ModelDraft:
 
     def _pass(self, tips: Sequence[Leaf], most: int) -> Passes[None]:
         """Run one draft pass over these leaves, and over tokens copied by prompt lookup after the first leaf."""
-        began, first, n = perf_counter(), self._n_rows, len(tips)
+        began, first, n = self.clock(), self._n_rows, len(tips)
         ids, parents = [self._token(tip) for tip in tips], [self._places[tip.place].row for tip in tips]
         copied = self._copied((*self._places[tips[0].place].path, ids[0]), most)
         behind = [first, *range(first + n, first + n + len(copied))][: len(copied)]
@@ -238,7 +237,7 @@ class ModelDraft:
     def _time(self, rows: int, began: float, passes: int = 1) -> None:
         few = max(_FEW, self._growth.wide) + (self._cascade[1] if self._cascade is not None else 0)
         if rows <= few:
-            self._seconds.append((perf_counter() - began) / passes)
+            self._seconds.append((self.clock() - began) / passes)
 
     @property
     def _is_known_chain(self) -> bool:
@@ -262,7 +261,7 @@ class ModelDraft:
             ids, scores = self._choices(hook_output, (), i + 1 - len(newest))
             for rank, token in enumerate(ids[: self._growth.branches]):
                 self._learn(rank, cell(scores, rank), token == newest[i + 1])
-        self._look = perf_counter() - began
+        self._look = self.clock() - began
         self._time(len(newest), began)
 
     def _is_due(self, plain: float) -> bool:

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
-from time import perf_counter
 from typing import TYPE_CHECKING
 
 from kvcli.drafts.pacing.draft_controller import DraftController, Mode, SourcePayoff
@@ -37,6 +36,7 @@ class TreeDrafter:
         config: DraftSettings,
         sources: Sequence[DraftSource],
         *,
+        clock: Callable[[], float],
         successors: Sequence[RecycledLogits] = (),
         lookahead: tuple[JacobiWindow, NgramPool] | None = None,
         view: ViewSpec | None = None,
@@ -44,10 +44,10 @@ class TreeDrafter:
         beyond: Sequence[tuple[int, Beyond]] = (),
         stop: StopRule | None = None,
     ) -> None:
-        """`successors`: the sources that learn from logits. The n-gram pool of `lookahead` is in `sources`, and so is
-        `chain`, as the last, which needs draft passes; `stop` may end its drafts sooner than measured times do.
-        `beyond`: as in `grow`."""
-        self._config, self._sources, self._successors = config, list(sources), successors
+        """`clock`: of the target model, in seconds. `successors`: the sources that learn from logits. The n-gram pool
+        of `lookahead` is in `sources`, and so is `chain`, as the last, which needs draft passes; `stop` may end its
+        drafts sooner than measured times do. `beyond`: as in `grow`."""
+        self._config, self._sources, self._successors, self._clock = config, list(sources), successors, clock
         self._window: JacobiWindow | None = lookahead[0] if lookahead else None
         self._pool: NgramPool | None = lookahead[1] if lookahead else None
         self._view, self._chain, self._beyond, self._stop = view, chain, beyond, stop
@@ -119,7 +119,7 @@ class TreeDrafter:
         if self._can_pause_recycling and self._successors and mode is Mode.DRAFT:
             rests = not self._recycling_payoff.due(0.0, self._control.speed)
             for source in self._successors:
-                source.rests, source.spent = rests, 0.0
+                source.rests = rests
         if self._chain is not None and mode is not Mode.PLAIN:
             self._chain.draft_model.bind(context)
             return self._ahead(self._chain, mode, room)
@@ -156,7 +156,7 @@ class TreeDrafter:
     def observe(self, step: Step) -> None:
         if self._draft_tokens is None:
             return
-        began = perf_counter()
+        began = self._clock()
         found = decided(self._draft_tokens, step.new)
         for token, is_right in found:
             for i, candidate in token.candidates:
@@ -178,7 +178,7 @@ class TreeDrafter:
             self._chain.draft_model.observe(step)
         self._extend(step.new)
         # work between two passes counts, because plain decoding would not need it
-        spent = perf_counter() - began if self._mode is Mode.DRAFT else 0.0
+        spent = self._clock() - began if self._mode is Mode.DRAFT else 0.0
         of = step.n_drafted, len(step.new)
         if step.company is not None:
             surcharge = self._control.observe_beside(step.company, *of, step.rows.n_rows, spent)
@@ -290,7 +290,7 @@ class TreeDrafter:
 
         if all(source.rests for source in self._successors):
             return
-        began, plain, rows = perf_counter(), self._control.plain, step.rows
+        began, plain, rows = self._clock(), self._control.plain, step.rows
         # the row that ended the path first, then the rest of the path (copied tokens), then rejected rows
         path = step.path[::-1]
         for row in [*path, *(row for row in range(1, rows.tree) if row not in path)]:
@@ -298,11 +298,10 @@ class TreeDrafter:
             before = [*self._tail, *(rows.ids[above] for above in rows.ancestors(row)[-2::-1])]
             for source in self._successors:
                 source.add(before, ids, logp)
-            spent = perf_counter() - began
+            spent = self._clock() - began
             if spent > _LEARNING * plain:
                 break
         if self._can_pause_recycling and self._mode is Mode.DRAFT:
-            spent += sum(source.spent for source in self._successors)
             brought, cost = self._brought(step, self._successors), spent / plain if plain else None
             self._recycling_payoff.observe(brought, cost, self._control.speed)
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated
 
+from kvcli.drafts.draft_settings import clock_of
 from kvcli.kv.footprint import Footprint, ModelSizes
 from kvcli.methods.drafts.view_settings import ViewSettings
 from kvcli.settings.schema import Range
@@ -69,4 +70,4 @@ class Lookahead(LookaheadSettings):
         from kvcli.drafts.tree.tree_drafter import TreeDrafter
 
         window, pool = self.window_and_pool(ends)
-        return TreeDrafter(self, [pool], lookahead=(window, pool), view=self.glance())
+        return TreeDrafter(self, [pool], clock=clock_of(pair), lookahead=(window, pool), view=self.glance())

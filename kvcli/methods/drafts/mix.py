@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Literal
 
-from kvcli.drafts.draft_settings import DraftSettings
+from kvcli.drafts.draft_settings import DraftSettings, clock_of
 from kvcli.kv.footprint import Footprint, ModelSizes
 from kvcli.methods.drafts.lookahead import LookaheadSettings
 from kvcli.settings.schema import Range
@@ -82,6 +82,7 @@ class Mix(LookaheadSettings):
         return TreeDrafter(
             self,
             [known[name] for name in dict.fromkeys(self.sources)],
+            clock=clock_of(pair),
             successors=successors,
             lookahead=lookahead if "lookahead" in self.sources else None,
             view=self.glance() if "lookahead" in self.sources else None,

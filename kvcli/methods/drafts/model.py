@@ -159,8 +159,8 @@ class SeparateModelDraft(ModelDraftSettings):
         sees = None if self.prefill == "lazy" else self._far
         chain = ModelDraft(
             self._guesser(pair, sees, closes),
+            target,
             depth=self.depth,
-            vocab=target.vocab,
             share=draft.info.weight_bytes / target.info.weight_bytes,
             ends=ends,
             growth=Growth(self.tree, self.branches, self.tree_width, self.max, self.min_gain),

@@ -56,4 +56,6 @@ class ModelDraftSettings(Ngram):
         # the cheapest first
         others: list[PromptLookup | RecycledLogits] = [*([copies] if self.copies else []), *successors]
         beyond = [(i, source.behind) for i, source in enumerate(others)]
-        return TreeDrafter(self, [*others, chain], successors=successors, chain=chain, beyond=beyond, **of)
+        return TreeDrafter(
+            self, [*others, chain], clock=chain.clock, successors=successors, chain=chain, beyond=beyond, **of
+        )

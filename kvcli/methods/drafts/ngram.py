@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated
 
-from kvcli.drafts.draft_settings import DraftSettings
+from kvcli.drafts.draft_settings import DraftSettings, clock_of
 from kvcli.kv.footprint import Footprint, ModelSizes
 from kvcli.settings.schema import Range
 
@@ -43,4 +43,4 @@ class Ngram(DraftSettings):
         from kvcli.drafts.sources.prompt_lookup import PromptLookup
         from kvcli.drafts.tree.tree_drafter import TreeDrafter
 
-        return TreeDrafter(self, [PromptLookup(self.min_match, self.max_match)])
+        return TreeDrafter(self, [PromptLookup(self.min_match, self.max_match)], clock=clock_of(pair))
