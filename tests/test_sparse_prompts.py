@@ -12,11 +12,12 @@ import pytest
 import torch
 from torch import Tensor
 
+from kvcli import assemble
 from kvcli.engine.engine import Engine, run_to_end
 from kvcli.engine.hf.lm import LM
 from kvcli.engine.sequence.sampler import Sampler
 from kvcli.engine.sequence.session import GenerationSession
-from kvcli.errors import BadModel
+from kvcli.errors import BadConfig, BadModel
 from kvcli.kernels.attend_invariant import SelectedPages, StoredKV, attend_part, reference
 from kvcli.kernels.native import native
 from kvcli.kv.slots import AttentionParams
@@ -27,6 +28,7 @@ from kvcli.methods.policies.streaming import StreamingLLM
 from kvcli.methods.sparse.antidiagonal import Antidiagonal
 from kvcli.methods.sparse.middles import Middles
 from kvcli.methods.sparse.segments import PromptSegments, SegmentCache
+from kvcli.settings.profile import Profile
 from tests import make
 
 SEGMENT = 16
@@ -257,3 +259,31 @@ def test_what_a_policy_evicted_is_computed_again() -> None:
 def test_models_with_recurrent_layers_are_refused() -> None:
     with pytest.raises(BadModel, match="recurrent layers"):
         PromptSegments(make.model("qwen3_next"), SEGMENT)
+
+
+@pytest.mark.parametrize(
+    ("changes", "says"),
+    [
+        ({"prefill.order": "layers"}, '"layers" is impossible'),
+        ({"prefill.chunk": 128}, "a pass has too few tokens"),
+        ({"prune": {"method": "lazy"}}, "needs prompts that are read from first to last token"),
+        ({"reuse": {"method": "pie"}}, "needs prompts that are read from first to last token"),
+    ],
+)
+def test_what_reads_a_prompt_otherwise_is_refused(changes: dict[str, Any], says: str) -> None:
+    profile = Profile.load("exact").replace(exactness="approx", sparse={"method": "xattention"})
+    with pytest.raises(BadConfig, match=says):
+        profile.replace(**changes)
+
+
+def test_a_session_of_a_profile_reads_in_segments() -> None:
+    lm = make.model("llama", max_position_embeddings=4096)
+    table = {"method": "critiprefill", "segment": SEGMENT, "page": 4, "floor": 8, "fraction": 0.1, "dense_layers": 1}
+    table |= {"sinks": 2, "recent": 3}
+    profile = Profile.load("exact").replace(exactness="approx", sparse=table)
+    session = assemble.session(lm, profile)
+    assert session.find(PromptSegments) is not None
+    assert not assemble.is_lossless(profile)
+    assert not assemble.plan(lm, profile).batch_variant_reason, "answers may be drafted"
+    whole = read(session, IDS)
+    assert not torch.equal(kv(whole, 89), kv(read(make.session(lm), IDS), 89))
