@@ -10,7 +10,6 @@ from kvcli.kv.footprint import IndexBytes
 from kvcli.settings.schema import Exactness, Range
 
 if TYPE_CHECKING:
-    from kvcli.engine.hf.lm import LM
     from kvcli.kv.companion import Companion
     from kvcli.kv.slots import AttentionParams, KVCache, LowerTier
     from kvcli.kv.sparse.index import PageIndex
@@ -34,8 +33,8 @@ class SparseMethod:
         """Share of a long sequence that a row reads, in words; "" = all of it."""
         return ""
 
-    def companion(self, lm: LM) -> Companion | None:
-        """Return the companion of a sequence that the method needs; None = none. Raises BadModel."""
+    def companion(self, lm: Any) -> Companion | None:
+        """Return the companion of a sequence of the model `lm`; None = it needs none. Raises BadModel."""
 
     def bind(self, store: KVCache, source: PageSource, attention_params: Sequence[AttentionParams | None]) -> KVCache:
         """Return a KV cache of one tier that rows read by these settings; `source`: read access to its single slots."""

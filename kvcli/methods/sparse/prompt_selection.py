@@ -41,7 +41,7 @@ class PromptSelection(SparseMethod):
 
     @property
     def share_read(self) -> str:
-        """What a segment reads of a long text, in words."""
+        """Share of a long text that a segment reads, in words."""
         raise NotImplementedError
 
     @property
