@@ -277,14 +277,9 @@ def companions(lm: LM, profile: Profile) -> list[Companion]:
     """Return the companions of a sequence that the profile's methods need, in the order of their effects."""
     from kvcli.engine.prefill.layer_by_layer import LayerByLayer
 
-    found: list[Companion] = []
-    if profile.reuse.describe_reused:
-        found.append(profile.reuse.companion(lm))
-    if profile.prune.describe_read:
-        found.append(profile.prune.companion(lm))
-    elif profile.prefill.order == "layers":
-        found.append(LayerByLayer(lm))
-    return found
+    made = [of.companion(lm) for of in (profile.reuse, profile.prune, profile.sparse)]
+    by_layers = profile.prefill.order == "layers" and not profile.prune.describe_read
+    return [*filter(None, made), *([LayerByLayer(lm)] if by_layers else [])]
 
 
 def policy(lm: LM, profile: Profile) -> Policy:

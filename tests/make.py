@@ -50,6 +50,8 @@ from kvcli.methods.formats.squat import Squat
 from kvcli.methods.formats.subgen import SubGen
 from kvcli.methods.formats.turboquant import TurboQuant
 from kvcli.methods.formats.zipcache import ZipCache
+from kvcli.methods.sparse.antidiagonal import Antidiagonal
+from kvcli.methods.sparse.segments import SegmentCache, SegmentTier
 from kvcli.settings.schema import Kv
 from tests import families, hybrids
 from tests.fake_bus import FakeBus
@@ -187,6 +189,13 @@ def cache(name: str, of: Of, dtype: torch.dtype | None = None) -> KVCache:
         case "given":  # sliding layers evict what they hide
             assert isinstance(of, LM)
             return dense(of, dtype, windows=windows(of, back=1))
+        case "segments" | "segments below":  # rows of a prompt select
+            layers, budget = range(1, len(shapes)), PageBudget(0.0, 4, 2, 5)
+            sparse_of: dict[str, Any] = {"index": Antidiagonal(4, 2), "budget": budget, "layers": layers, "mass": 0.5}
+            if name == "segments":
+                return SegmentCache(top, source=top, **sparse_of)
+            below = quantized(of, dtype=dtype, group=4)
+            return tiered(of, TierLevel(SegmentTier(below, source=below, **sparse_of)), **small | {"group": 4})
         case "rebuilt":  # as in ShadowKV
             return tiered(of, TierLevel(sparse(coded(Cskv(k_rank=3, v_rank=0)), LowRank(3, 5))), **small)
         case "disk":

@@ -50,7 +50,8 @@ class QuantizedKV:
 class SelectedPages:
     """Stored slots that each row reads: pages selected by the row, in order, then all slots after the pages."""
 
-    pages: Tensor  # [K, N, P] bool on the CPU, contiguous; page p of a head begins at its slot p * page
+    # [K, N, P] bool on the CPU, contiguous, or [K, 1, P] for all rows; page p of a head begins at its slot p * page
+    pages: Tensor
     page: int  # slots per page
     behind: Sequence[int]  # by KV head: the first slot after its pages
     left: Sequence[int]  # by KV head: number of slots from there on

@@ -15,7 +15,7 @@ from kvcli.kernels.merge_attention import PartialAttention
 
 # The structures of native/c/attend.c. Python takes microseconds per call, so each structure is packed at once.
 ATTEND, PART = struct.Struct("15P17q2f2i"), struct.Struct("2P5q")
-CHOSEN = struct.Struct("2P2q")
+CHOSEN = struct.Struct("2P3q")
 
 
 def call(
@@ -60,9 +60,9 @@ def call(
         heads = array("q", (*run.starts, *run.lengths, *run.pos_starts))
     if chosen is not None:
         assert chosen.pages.is_contiguous(), "choices are contiguous"
-        assert chosen.pages.shape[:2] == (kv, n), "a choice of each row"
+        assert chosen.pages.shape[:2] in ((kv, n), (kv, 1)), "a choice of each row, or one of all"
         behind = array("q", (*chosen.behind, *chosen.left))
-        choice = CHOSEN.pack(chosen.pages.data_ptr(), behind.buffer_info()[0], chosen.pages.shape[2], chosen.page)
+        choice = CHOSEN.pack(chosen.pages.data_ptr(), behind.buffer_info()[0], *chosen.pages.shape[1:], chosen.page)
         choices = array("q", choice)
         chosen_at = choices.buffer_info()[0]
     if window is not None:

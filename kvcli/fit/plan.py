@@ -241,7 +241,8 @@ def _ordered(run: memory.PlannedRun, asked: int) -> tuple[memory.PlannedRun, int
     if order == "layers":
         return by_layers, memory.largest(by_layers)
     most = memory.largest(run)
-    is_fixed = order == "chunks" or profile.policy.compression_interval is not None or run.on_card is not None
+    needs_chunks = profile.policy.compression_interval is not None or profile.sparse.segment > 0
+    is_fixed = order == "chunks" or needs_chunks or run.on_card is not None
     if is_fixed or most >= min(asked, run.shape.limit):
         return run, most
     more = memory.largest(by_layers)

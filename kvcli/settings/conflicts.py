@@ -66,8 +66,12 @@ def _needs(profile: Profile) -> Iterator[tuple[str, Needs]]:
 
 def order_clashes(profile: Profile) -> Iterator[Conflict]:
     """Conflicts of `prefill.order`: a policy scores after each chunk, so it needs chunks; a pruner needs layers. And of
-    revived tokens: some passes must be free of drafts."""
+    revived tokens: some passes must be free of drafts. A segment of `[sparse]` is a pass over all layers."""
     key, order, prunes = "prefill.order", profile.prefill.order, "prunes" in profile.effects
+    if (segment := profile.sparse.segment) > profile.prefill.chunk:
+        yield Conflict("prefill.chunk", "sparse.segment", "a pass has too few tokens", f"which needs {segment}")
+    if order == "layers" and segment:
+        yield Conflict(key, "sparse.segment", '"layers" is impossible', "which selects after each chunk")
     if order == "chunks" and prunes:
         yield Conflict(key, "prune.method", '"chunks" is impossible', "which scores the whole prompt between layers")
     elif order == "layers" and "evicts" in profile.effects and not prunes:

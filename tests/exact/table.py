@@ -47,6 +47,7 @@ from kvcli.methods.policies.snapkv import Snap
 from kvcli.methods.policies.streaming import StreamingLLM as Stream
 from kvcli.methods.prune.lazy import LazyLLM
 from kvcli.methods.reuse.cacheblend import CacheBlend
+from kvcli.methods.sparse.segments import PromptSegments
 from kvcli.models.retokenizer import TokenMapping
 from kvcli.prefix_cache.prefix_cache import PrefixCache
 from tests import drafters, families, hybrids, make, small_tokenizers
@@ -69,7 +70,9 @@ STORAGES = [(name, dtype) for name in MODELS for dtype in ("fp32", "fp64") if (n
 # stores whose rows read a part of the KV cache, or some of it in other numbers or another place, or two KV caches
 # on which a policy places slots; the last of them one in which rows find a part again
 RUNGS = ("rungs", "rungs recalled")
+SEGMENTS = ("segments", "segments below")  # rows of a prompt read a part of the KV cache, or of its lower tier
 PARTS = (*make.INDEXES, *make.FORMS, "turned", "disk", "halves", "checked", "uneven turned", "rebuilt", *RUNGS)
+PARTS += SEGMENTS
 NATIVE = ("dense", "sliding", "uneven", "given", "blocks", *LOWER, *PARTS) if native() is not None else ()
 STORAGES += [(name, "bf16") for name in NATIVE]
 MODELS |= dict.fromkeys(PARTS, "llama") | {"uneven turned": "gemma4_shared"}
@@ -362,6 +365,7 @@ def opened(
         pruning=PRUNED.get(storage),
         by_layers=storage == "layers",
         reusing=CacheBlend(8, 0.4) if storage == "blend" else None,
+        companions=[PromptSegments(model, 11)] if storage in SEGMENTS else [],
     )
     if storage == "blend":
         run_to_end(session.read([*families.prompt(6, seed=7), *prompt()[2:], 5]))
@@ -398,7 +402,7 @@ def written(session: GenerationSession, storage: str = "", top: int | None = Non
         scores += [()] * len(new) if top is None else score_tokens(logits[step.path], new, top).tolist()
         yield step
     text = Written(session.ids)
-    has_bits = session.lm.is_row_invariant and not session.cache.batch_variant_reason
+    has_bits = session.lm.is_row_invariant and (storage in SEGMENTS or not session.cache.batch_variant_reason)
     # FAR have the text of another storage; where a GPU is simulated, torch merges the parts of "by query", and a row's
     # place in a vector changes its last bits
     text.scores = scores if top is not None and has_bits and storage not in (*FAR, "by query") else ()

@@ -46,6 +46,7 @@ from tests.exact.table import (
     READ,
     RUNGS,
     SAMPLERS,
+    SEGMENTS,
     SPENDS,
     STOP,
     STORAGES,
@@ -294,8 +295,8 @@ def test_reading_in_other_chunks_gives_the_same_text(sampler: str, storage: str)
     assert texts[1:] == texts[:-1]
 
 
-# rows cannot be stopped between layers that keep a state: that is refused (tests/test_hybrids.py)
-@pytest.mark.parametrize(("storage", "dtype"), [row for row in STORAGES if row[0] not in (*READ, "hybrid")])
+# rows cannot be stopped between layers that keep a state: that is refused (tests/test_hybrids.py); nor can segments
+@pytest.mark.parametrize(("storage", "dtype"), [row for row in STORAGES if row[0] not in (*READ, *SEGMENTS, "hybrid")])
 def test_layer_by_layer_stores_what_chunk_by_chunk_does(storage: str, dtype: str) -> None:
     """To the bit, in every tier, and after another turn; the model's kernels may do with rows what they like."""
     model, turns = lm(storage, dtype), [prompt(storage), families.prompt(41, seed=6)]

@@ -148,7 +148,7 @@ static int is_chain(const Attend *a) {
 EXPORT(attend)(const void *arg) {
   const Attend *a = arg;
   Plan p = {.a = a, .G = a->H / a->K, .size = a->is_wide ? 4 : 2, .width = UP(a->E, 16), .is_chain = is_chain(a) || !a->fk};
-  p.tile = p.G < TILE && !a->chosen ? TILE / p.G : 1;
+  p.tile = p.G < TILE && (!a->chosen || a->chosen->n == 1) ? TILE / p.G : 1;
   p.tiles = (a->N + p.tile - 1) / p.tile;
   int64_t longest = 0;
   for (int64_t h = 0; h < a->K; h++) longest = whole(a, h) > longest ? whole(a, h) : longest;

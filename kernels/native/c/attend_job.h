@@ -19,9 +19,9 @@ typedef struct {  // partial attention of the rows over other slots
 } Part;
 
 typedef struct {  // stored slots that each row reads: selected pages in their order, then all slots after the pages
-  const uint8_t *pages;   // [K, N, P]: by row, for each KV head
+  const uint8_t *pages;   // [K, n, P]: by row, for each KV head; n = 1: all rows read the same pages
   const int64_t *behind;  // [2, K]: the first slot after the pages, and the number of slots from there on
-  int64_t P, page;        // pages of a head; slots of a page
+  int64_t n, P, page;     // selections of a head: one for each row, or 1; pages of a head; slots of a page
 } Chosen;
 
 typedef struct {  // strides in numbers; keys and values of slots are contiguous
@@ -109,7 +109,7 @@ static Sequence sequence_of(const Job *j, const Attend *a, int64_t h, int64_t i,
                 a->packed ? a->packed + h : 0, a->pos + pos, a->row_pos, .gone = a->gone, .length = a->heads[a->K + h] + a->gone};
   if (!a->chosen) return s;
   const Chosen *c = a->chosen;
-  const uint8_t *mine = c->pages + (h * a->N + i) * c->P;
+  const uint8_t *mine = c->pages + (h * c->n + i % c->n) * c->P;
   int64_t n = 0;
   for (int64_t p = 0; p < c->P; p++)
     if (mine[p]) j->starts[n++] = p * c->page;

@@ -140,15 +140,14 @@ class CachePlan:
 
     def _tiers(self) -> Iterator[Tier]:
         """Yield one tier of each kind that the settings allow, even without capacity for it."""
-        dense = self._dense(self.device)
-        yield self.recall.bind(dense, dense, self._attention_params)
+        yield self._dense(self.device)
         for kv in (self.kv, *self._packings()):
             if self.form.is_active(kv):
-                yield self.recall.bind_tier(replace(self, kv=kv)._packed(self.device), self._attention_params)
+                yield replace(self, kv=kv)._packed(self.device)
         for bits in self.memory.bits if self.memory.spends else ():
             yield self._packed(self.device, bits)
         if size_of(self.memory.disk):
-            yield self.recall.bind_tier(self._disk(), self._attention_params)
+            yield self._disk()
 
     def _packings(self) -> Iterator[Kv]:
         """Yield `[kv]` as changed by each step of `memory.fallbacks` that quantizes."""

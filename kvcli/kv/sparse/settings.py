@@ -1,4 +1,4 @@
-"""The `[sparse]` table of a profile: which slots of the KV cache decoding rows read (sparse attention)."""
+"""The `[sparse]` table of a profile: which slots of the KV cache rows read (sparse attention)."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from kvcli.kv.footprint import IndexBytes
 from kvcli.settings.schema import Exactness, Range
 
 if TYPE_CHECKING:
+    from kvcli.kv.companion import Companion
     from kvcli.kv.slots import AttentionParams, KVCache, LowerTier
     from kvcli.kv.sparse.index import PageIndex
     from kvcli.kv.sparse.page_source import PageSource, PageTier
@@ -24,16 +25,16 @@ class SparseMethod:
     the layer reads another layer's slots."""
 
     exactness_label: ClassVar[Exactness] = "exact"  # the strictest `exactness` of a profile with this method
-
-    @property
-    def selection_interval(self) -> int | None:
-        """Tokens between two compression points while decoding; None = the method needs none."""
-        return None
+    segment: int = 0  # tokens of a prompt that select together, in one pass; 0 = those of prompts read all
+    selection_interval: int | None = None  # tokens between two compression points while decoding; None = none needed
 
     @property
     def describe_read(self) -> str:
         """Share of a long sequence that a row reads, in words; "" = all of it."""
         return ""
+
+    def companion(self, lm: Any) -> Companion | None:
+        """Return the companion of a sequence of the model `lm`; None = it needs none. Raises BadModel."""
 
     def bind(self, store: KVCache, source: PageSource, attention_params: Sequence[AttentionParams | None]) -> KVCache:
         """Return a KV cache of one tier that rows read by these settings; `source`: read access to its single slots."""

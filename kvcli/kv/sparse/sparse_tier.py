@@ -66,6 +66,8 @@ class SparseTier:
     In layers with a sliding window, and in layers not listed, rows read all slots.
     """
 
+    _of_prompts = False  # rows of a prompt select, all of a pass at once, and those of an answer read all slots
+
     def __init__(
         self,
         tier: Tier,
@@ -79,9 +81,7 @@ class SparseTier:
         is_shared: bool = False,
     ) -> None:
         """`source`: read access to single slots of the tier.
-
         `epsilon`: a row that may miss more than this share of its softmax mass over stored slots reads all of them.
-
         `cutoff`: units whose score is below this share of a row's mass are not read, even if the budget allows.
         `is_shared`: the first row after a compression point selects for all rows until the next one."""
         assert epsilon is None or index.is_bound, "an error bound is set, but scores of the index are no bounds"
@@ -107,15 +107,12 @@ class SparseTier:
     ) -> list[PartialAttention]:
         """Attend from rows q [H, N, D] at positions pos [N] to selected pages, newer slots and new KV `own`."""
         pages = self._pages.get(layer)
-        if pages is None or pages.reads_all or params.window is not None or params.is_prompt:
+        if pages is None or pages.reads_all or params.window is not None or params.is_prompt != self._of_prompts:
             return self._tier.attend(layer, q, params, pos, own)
-        rows = min(ROWS, max(1, SCORES // (q.shape[0] * pages.open.shape[1])))
-        old = [self._recall(layer, pages, q[:, a : a + rows], params) for a in range(0, q.shape[1], rows)]
-        parts = (
-            old
-            if len(old) == 1
-            else [PartialAttention(torch.cat([p.out for p in old], 1), torch.cat([p.lse for p in old], 1))]
-        )
+        rows = q.shape[1] if self._of_prompts else min(ROWS, max(1, SCORES // (q.shape[0] * pages.open.shape[1])))
+        parts = [self._recall(layer, pages, q[:, a : a + rows], params) for a in range(0, q.shape[1], rows)]
+        if len(parts) > 1:
+            parts = [PartialAttention(torch.cat([p.out for p in parts], 1), torch.cat([p.lse for p in parts], 1))]
         n = self._late[layer]
         if own is not None and serves(q, own.v):
             with_old, late = replace(own, before=[*own.before, *parts]), self._newest(layer, n) if n else None
@@ -247,7 +244,8 @@ class SparseTier:
     ) -> PartialAttention:
         """Attend from each row to its own selection, as a separate sequence, so that the result is batch invariant.
 
-        Without such a kernel, all rows attend to the union of their selections, each masked to its own.
+        `chosen` [K, N, X], or [K, 1, X] for all rows. Without such a kernel, all rows attend to the union of their
+        selections, each masked to its own.
         """
         grain, n_rows = self._index.selection_unit, q.shape[1]
         first = pages.whole * self._index.page
@@ -269,7 +267,7 @@ class SparseTier:
             each = SelectedPages(in_union, grain, [union.shape[1] * grain] * len(left), left)
             return attend_part(q, _run_of(s), pos, scale, window=WIDEST, softcap=softcap, chosen=each)
         shown = torch.nn.functional.pad(in_union.repeat_interleave(grain, 2), (0, max(left)), value=True)
-        shown &= (s.pos >= 0).unsqueeze(1)
+        shown = (shown & (s.pos >= 0).unsqueeze(1)).expand(-1, n_rows, -1)
         # no mask is faster; an error bound needs one, because without it the kernel may round scores to 16 bits
         is_bare = n_rows == 1 and self._epsilon is None and bool(shown.all())
         return attend(q, s.k, s.v, scale, softcap=softcap, mask=None if is_bare else shown)

@@ -24,3 +24,6 @@ class NoPruning:
     def describe(self, lm: LM) -> str:
         """Return "": no pruning."""
         return ""
+
+    def companion(self, lm: LM) -> None:
+        """Return None: no prompt is pruned."""

@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from kvcli.engine.hf.lm import LM
 
 
 @dataclass(frozen=True)
@@ -10,3 +14,6 @@ class PrefixOnly:
     """No span reuse (kvcli's own): prompts share only their prefix. Not measured here: it is the baseline."""
 
     describe_reused = ""
+
+    def companion(self, lm: LM) -> None:
+        """Return None: nothing is reused."""
