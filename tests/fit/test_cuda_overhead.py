@@ -58,6 +58,11 @@ def test_an_8b_model_fits_at_32k(name, gib):
     assert found.run.chunk == 1024, "by room"
     assert found.profile.load.quant == "int4"
     assert found.run.on_card in (None, 32), "all layers are on the card"
+    (said,) = document(Preflight(SUBJECT, "8B", None, {}), [found], {}, {}, 32768, []).plans
+    assert said.places["cuda"] == said.total == said.weights + said.kv + said.draft + said.working + said.base
+    weights = said.weights + said.places.get("host", 0) - found.need.host
+    assert weights == found.run.weights.memory, "every byte of them is somewhere"
+    assert found.run.weights.memory == pytest.approx(0.53125 * LLAMA_8B.linear + 4 * 128256 * 4096, rel=0.001)
 
 
 def test_a_split_names_the_bits_of_kv_with_which_all_layers_fit():
@@ -71,11 +76,6 @@ def test_a_split_names_the_bits_of_kv_with_which_all_layers_fit():
     assert whole.run.on_card in (None, 32)
     assert planned(Profile.load("gpu"), 12).whole_with == ""
     assert planned(NGRAM, 3).whole_with == "", "no bits of the KV cache make room for the weights"
-    (said,) = document(Preflight(SUBJECT, "8B", None, {}), [found], {}, {}, 32768, []).plans
-    assert said.places["cuda"] == said.total == said.weights + said.kv + said.draft + said.working + said.base
-    weights = said.weights + said.places.get("host", 0) - found.need.host
-    assert weights == found.run.weights.memory, "every byte of them is somewhere"
-    assert found.run.weights.memory == pytest.approx(0.53125 * LLAMA_8B.linear + 4 * 128256 * 4096, rel=0.001)
 
 
 def test_scores_are_kept_where_no_fused_kernel_serves():
