@@ -170,6 +170,8 @@ class DenseLayer:
         self._note()
         if self._there is None:
             self._there, self._unsent = torch.full_like(self.pos, -1, device=self.k.device), self.length
+        if self._unsent and self._lying is not None:
+            self._lying.synced_length += 1
         for start, end in self._rows if self._unsent else ():
             first = max(start, end - self._unsent)
             new, place = self.pos[first:end], self._there[first:end]
@@ -277,7 +279,7 @@ class DenseLayer:
         if self._lying is None:
             start, room = self._extents.start, max(self._extents.room)
             self._lying = DeviceLayer.of(self.k, self.v, self.beside(), start, self._pos_starts, room)
-        self._lying.tell(self.lengths, self._unsent > 0)
+        self._lying.tell(self.lengths)
         self.beside()
         return self._lying
 
@@ -301,8 +303,8 @@ class DenseLayer:
         self._unnoted = self._unsent = 0
         self._came(pos)
         for start, n, end in zip(self._extents.start, count, was, strict=True):
-            # attention reads spare capacity, in which NaN or infinity of old slots would remain
-            self.v[start + n : start + end] = 0
+            # attention reads spare capacity, in which NaN or infinity of old slots would remain; under a mask keys too
+            self.k[start + n : start + end] = self.v[start + n : start + end] = 0
         return True
 
     def take(self, slots: Slots) -> None:
