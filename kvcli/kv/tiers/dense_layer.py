@@ -20,7 +20,16 @@ from torch.nn.utils.rnn import pad_sequence
 from kvcli.kernels.attend import attend
 from kvcli.kernels.attend_invariant import BLOCK, NewRows, StoredKV, attend_stored_and_new, serves
 from kvcli.kernels.merge_attention import PartialAttention
-from kvcli.kv.slots import AttentionParams, LayerShape, Slots, attend_new_only, last, window_start, zeros_on_demand
+from kvcli.kv.slots import (
+    AttentionParams,
+    LayerShape,
+    Slots,
+    attend_new_only,
+    empty,
+    last,
+    window_start,
+    zeros_on_demand,
+)
 from kvcli.kv.snapshot import SnapshotReader, State
 from kvcli.kv.tiers.device_tables import DeviceLayer, grow_size, stays
 
@@ -101,7 +110,7 @@ class DenseLayer:
         n_kv = shape.n_kv_heads
 
         def read(part: SnapshotReader, *heads: int) -> tuple[Tensor, Tensor, Tensor]:
-            pos = part.positions("pos", None)
+            pos = part.positions("pos", None).cpu()
             k = part.tensor("k", like.dtype, *heads, len(pos), shape.k_dim).to(like.device)
             v = k if shape.rank else part.tensor("v", like.dtype, *heads, len(pos), shape.v_dim).to(like.device)
             return k, v, pos
@@ -111,9 +120,14 @@ class DenseLayer:
             layer = DenseLayer(Slots(k, v, pos.expand(n_kv, -1)), step, slides)
             layer.gone = given.number("gone", given.n) // BLOCK * BLOCK
             return layer
-        each = zip(*(read(given.part(str(head))) for head in range(n_kv)), strict=True)
-        k, v, pos = (pad_sequence([*its], True, fill) for its, fill in zip(each, (0, 0, -1), strict=True))
-        return DenseLayer(Slots(k, k if shape.rank else v, pos), step, slides)
+        ks, vs, pos = zip(*(read(given.part(str(head))) for head in range(n_kv)), strict=True)
+        layer = DenseLayer(Slots(*empty(shape, like.dtype, like.device), torch.empty(n_kv, 0)), step, slides)
+        layer._lay(HeadExtents.of([*map(len, pos)], step), is_even=False)
+        places = [torch.arange(at, at + len(its)) for at, its in zip(layer._extents.start, pos, strict=True)]
+        # keys and values are not padded: one long head would multiply their bytes
+        layer._put(torch.cat(places).to(like.device), torch.cat(ks), torch.cat(vs))
+        layer._came(pad_sequence([*pos], True, -1))
+        return layer
 
     def state(self) -> State:
         """Return a snapshot, by head if they differ."""
