@@ -20,16 +20,7 @@ from torch.nn.utils.rnn import pad_sequence
 from kvcli.kernels.attend import attend
 from kvcli.kernels.attend_invariant import BLOCK, NewRows, StoredKV, attend_stored_and_new, serves
 from kvcli.kernels.merge_attention import PartialAttention
-from kvcli.kv.slots import (
-    AttentionParams,
-    LayerShape,
-    Slots,
-    attend_new_only,
-    empty,
-    last,
-    window_start,
-    zeros_on_demand,
-)
+from kvcli.kv.slots import AttentionParams, LayerShape, Slots, attend_new_only, last, window_start, zeros_on_demand
 from kvcli.kv.snapshot import SnapshotReader, State
 from kvcli.kv.tiers.device_tables import DeviceLayer, grow_size, stays
 
@@ -121,7 +112,9 @@ class DenseLayer:
             layer.gone = given.number("gone", given.n) // BLOCK * BLOCK
             return layer
         ks, vs, pos = zip(*(read(given.part(str(head))) for head in range(n_kv)), strict=True)
-        layer = DenseLayer(Slots(*empty(shape, like.dtype, like.device), torch.empty(n_kv, 0)), step, slides)
+        k = like.new_empty(n_kv, 0, shape.k_dim)
+        v = k if shape.rank else like.new_empty(n_kv, 0, shape.v_dim)
+        layer = DenseLayer(Slots(k, v, torch.empty(n_kv, 0)), step, slides)
         layer._lay(HeadExtents.of([*map(len, pos)], step), is_even=False)
         places = [torch.arange(at, at + len(its)) for at, its in zip(layer._extents.start, pos, strict=True)]
         # keys and values are not padded: one long head would multiply their bytes
