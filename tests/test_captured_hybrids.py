@@ -140,6 +140,25 @@ def test_a_pass_that_fails_before_its_commit_costs_the_tokens_since_a_checkpoint
     assert is_right(name, text)
 
 
+def test_a_copy_made_after_a_pass_failed_knows_that_its_state_is_lost(monkeypatch: pytest.MonkeyPatch) -> None:
+    name = "lfm2"
+    want = list(truth(name))
+    text = read(session(name, FakeGraphs()), prompt(PROMPT))
+    written(text, 5)
+    with monkeypatch.context() as patch:
+        patch.setattr(GenerationSession, "_commit", _interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            run_to_end(text.step(most=3))
+    ids = text.ids[: PROMPT + 5]
+    for each in (text.fork(), text):
+        assert each.resume(ids) == each.states.at < len(ids) - 1
+        while run_to_end(each.prefill_chunk(ids)):
+            pass
+        written(each, len(want) - len(each.ids))
+        assert each.ids == want
+        assert is_right(name, each)
+
+
 def _interrupted(*_: Any) -> None:
     raise KeyboardInterrupt
 

@@ -10,9 +10,12 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from kvcli.kernels.merge_attention import PartialAttention, merge_attention
 from kvcli.kv.slots import AttentionParams
+from kvcli.kv.snapshot import SnapshotReader
 from kvcli.kv.tiers.dense_layer import HeadExtents
 from tests import make
 from tests.policies import masks
@@ -72,3 +75,30 @@ def test_numbers_that_are_not_finite_go_with_their_text() -> None:
     for window in (45, 32):
         out = merge_attention(kv.attend(0, q, AttentionParams(1.0, 0.0, window), [60]))
         assert not bool(out.isnan().any())
+
+
+class Largest(TorchDispatchMode):
+    """Notes the most bytes of a tensor."""
+
+    nbytes = 0
+
+    def __torch_dispatch__(self, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        made = op(*args, **(kwargs or {}))
+        sizes = [t.untyped_storage().nbytes() for t in tree_leaves(made) if isinstance(t, Tensor)]
+        self.nbytes = max(self.nbytes, *sizes, 0)
+        return made
+
+
+def test_heads_of_a_snapshot_take_no_more_memory_than_their_own_slots() -> None:
+    """A file of one long head and many short ones must not be restored as so many long ones."""
+    n_kv, n, size = 16, 1000, 32
+    state = {
+        str(head): {"k": torch.ones(m, size), "v": torch.ones(m, size), "pos": torch.arange(m, dtype=torch.int32)}
+        for head, m in enumerate([n] + [1] * (n_kv - 1))
+    }
+    kv = make.dense((1, n_kv, size), torch.float32)
+    with Largest() as largest:
+        kv.restore(SnapshotReader({"0": state}, n))
+    assert kv._slabs[0].lengths == [n] + [1] * (n_kv - 1)
+    assert bool(kv.head(0, 0, n).v.eq(1).all())
+    assert largest.nbytes < 3 * n * size * 4

@@ -208,6 +208,19 @@ def test_numbers_that_are_not_finite_go_with_their_text(n: int) -> None:
     torch.testing.assert_close(read(kv, q.float(), pos, layer=0), torch.ones(H, 1, D))
 
 
+def test_keys_that_are_not_finite_go_with_their_text_under_recorded_passes() -> None:
+    """Heads of equal room and unequal length are read under a mask, with the room behind the shorter ones."""
+    kv, ones = make.dense((1, K, D)), torch.ones(K, 40, D, dtype=torch.float64)
+    kv.append(0, ones, ones, 0)
+    kv.evict_except(0, torch.arange(40) >= torch.arange(K).unsqueeze(1))
+    kv.append(0, ones[:, :3] * torch.nan, ones[:, :3] * torch.nan, 40)
+    (lying,) = kv.device_tables(1, 100).layers
+    kv.crop(40)
+    assert len(kv._slabs[0]._extents.runs()) == 1
+    assert bool(read(kv, *rows(1, 40), layer=0).isfinite().all())
+    assert kv.device_tables(1, 100).layers == [lying], "in place"
+
+
 @pytest.mark.parametrize("ragged", [False, True])
 def test_what_is_evicted_under_recorded_passes_leaves_nothing_where_it_lay(ragged: bool) -> None:
     """Numbers that are not finite go with their slots; a KV cache of the same length differs from the one before."""
@@ -217,16 +230,31 @@ def test_what_is_evicted_under_recorded_passes_leaves_nothing_where_it_lay(ragge
     if ragged:
         kv.evict_except(0, uneven(kv.slots(0)))
     odd = kv.slots(0).pos
-    kv.append(0, ones[:, :3], ones[:, :3] * torch.nan, 40)
+    kv.append(0, ones[:, :3] * torch.nan, ones[:, :3] * torch.nan, 40)
     (lying,) = kv.device_tables(1, 100).layers
     told = lying.synced_length
     kv.compress([kv.slots(0).pos.lt(40) & kv.slots(0).pos.ge(0)])
+    # before they are overwritten
+    assert all(bool(t.isfinite().all()) for t in (kv._slabs[0].v, read(kv, *rows(1, 46), layer=0)))
     kv.append(0, ones[:, :3], ones[:, :3], 43)
     assert kv.device_tables(1, 100).layers == [lying], "in place"
     assert lying.synced_length > told
     assert torch.equal(kv.slots(0).pos[:, : odd.shape[1]].where(odd >= 0, -1), odd)
     q, pos = rows(1, 46)
     assert all(bool(t.isfinite().all()) for t in (kv._slabs[0].v, read(kv, q, pos, layer=0)))
+
+
+def test_positions_that_an_eager_pass_sent_count_as_an_upload() -> None:
+    """A pass that was launched before its request read other slots, even if there were as many."""
+    kv, ones = make.dense((1, K, D)), torch.ones(K, 40, D, dtype=torch.float64)
+    kv.append(0, ones, ones, 0)
+    (lying,) = kv.device_tables(1, 100).layers
+    told = lying.synced_length
+    kv.crop(39)
+    kv.append(0, ones[:, :1], ones[:, :1] * 2, 39)
+    kv._slabs[0].beside()  # as a window reads them on a GPU
+    assert kv.device_tables(1, 100).layers == [lying]
+    assert lying.synced_length > told
 
 
 @pytest.mark.parametrize("ragged", [False, True])

@@ -152,7 +152,9 @@ class RecurrentStates(Companion):
 
     def __deepcopy__(self, memo: object) -> RecurrentStates:
         found = RecurrentStates(self._like, self._most)
-        found.now, found._marks = self.now, [*self._marks]
+        # `now` would copy a lost state, which would then pass for a known one
+        found._now, found._is_ahead = (self._now, True) if self._is_lost else (self.now, False)
+        found._marks = [*self._marks]
         return found
 
     @property
@@ -192,7 +194,7 @@ class RecurrentStates(Companion):
 
     @property
     def _is_lost(self) -> bool:
-        return self._is_ahead and self._device is not None and self._device.is_pending
+        return self._is_ahead and (self._device is None or self._device.is_pending)
 
     @property
     def _has_any(self) -> bool:

@@ -101,7 +101,7 @@ class DenseLayer:
         n_kv = shape.n_kv_heads
 
         def read(part: SnapshotReader, *heads: int) -> tuple[Tensor, Tensor, Tensor]:
-            pos = part.positions("pos", None)
+            pos = part.positions("pos", None).cpu()
             k = part.tensor("k", like.dtype, *heads, len(pos), shape.k_dim).to(like.device)
             v = k if shape.rank else part.tensor("v", like.dtype, *heads, len(pos), shape.v_dim).to(like.device)
             return k, v, pos
@@ -111,9 +111,16 @@ class DenseLayer:
             layer = DenseLayer(Slots(k, v, pos.expand(n_kv, -1)), step, slides)
             layer.gone = given.number("gone", given.n) // BLOCK * BLOCK
             return layer
-        each = zip(*(read(given.part(str(head))) for head in range(n_kv)), strict=True)
-        k, v, pos = (pad_sequence([*its], True, fill) for its, fill in zip(each, (0, 0, -1), strict=True))
-        return DenseLayer(Slots(k, k if shape.rank else v, pos), step, slides)
+        ks, vs, pos = zip(*(read(given.part(str(head))) for head in range(n_kv)), strict=True)
+        k = like.new_empty(n_kv, 0, shape.k_dim)
+        v = k if shape.rank else like.new_empty(n_kv, 0, shape.v_dim)
+        layer = DenseLayer(Slots(k, v, torch.empty(n_kv, 0)), step, slides)
+        layer._lay(HeadExtents.of([*map(len, pos)], step), is_even=False)
+        places = [torch.arange(at, at + len(its)) for at, its in zip(layer._extents.start, pos, strict=True)]
+        # keys and values are not padded: one long head would multiply their bytes
+        layer._put(torch.cat(places).to(like.device), torch.cat(ks), torch.cat(vs))
+        layer._came(pad_sequence([*pos], True, -1))
+        return layer
 
     def state(self) -> State:
         """Return a snapshot, by head if they differ."""
@@ -170,6 +177,8 @@ class DenseLayer:
         self._note()
         if self._there is None:
             self._there, self._unsent = torch.full_like(self.pos, -1, device=self.k.device), self.length
+        if self._unsent and self._lying is not None:
+            self._lying.synced_length += 1
         for start, end in self._rows if self._unsent else ():
             first = max(start, end - self._unsent)
             new, place = self.pos[first:end], self._there[first:end]
@@ -277,7 +286,7 @@ class DenseLayer:
         if self._lying is None:
             start, room = self._extents.start, max(self._extents.room)
             self._lying = DeviceLayer.of(self.k, self.v, self.beside(), start, self._pos_starts, room)
-        self._lying.tell(self.lengths, self._unsent > 0)
+        self._lying.tell(self.lengths)
         self.beside()
         return self._lying
 
@@ -301,8 +310,8 @@ class DenseLayer:
         self._unnoted = self._unsent = 0
         self._came(pos)
         for start, n, end in zip(self._extents.start, count, was, strict=True):
-            # attention reads spare capacity, in which NaN or infinity of old slots would remain
-            self.v[start + n : start + end] = 0
+            # attention reads spare capacity, in which NaN or infinity of old slots would remain; under a mask keys too
+            self.k[start + n : start + end] = self.v[start + n : start + end] = 0
         return True
 
     def take(self, slots: Slots) -> None:

@@ -50,10 +50,10 @@ class DeviceLayer:
         start, pos_start, length = uploaded([starts, pos_starts, [0] * len(starts)], k.device)
         return DeviceLayer(Table(k, v, pos, start, length, pos_start), room, [0] * len(starts))
 
-    def tell(self, lengths: Sequence[int], is_more: bool = False) -> None:
-        """Upload the number of slots of each head if changed. `is_more`: other changes count as an upload too."""
-        self.synced_length += is_more or self.lengths != lengths
+    def tell(self, lengths: Sequence[int]) -> None:
+        """Upload the number of slots of each head if changed."""
         if self.lengths != lengths:
+            self.synced_length += 1
             self.table.length.copy_(uploaded([lengths], self.table.length.device)[0])
             self.lengths = list(lengths)  # after the copy, which may run out of memory
 
