@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from bisect import bisect
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from math import prod
 
 from kvcli.assemble import may_split
 from kvcli.engine.resources import captured_bytes, working_bytes
-from kvcli.errors import BadInput
+from kvcli.errors import BadInput, KvcliError
 from kvcli.fit import cuda_overhead, memory, weights
 from kvcli.fit.available_memory import AvailableMemory
 from kvcli.fit.memory import BASE, is_fused, is_native
@@ -72,6 +73,7 @@ class Plan:
     need: memory.Need
     facts: MeasuredFacts
     most: int  # the longest context that fits, at most the model's limit
+    whole_with: str = ""  # settings for fewer bits of KV, with which all layers would be on the GPU; "" = none
 
     @property
     def profile(self) -> Profile:
@@ -337,7 +339,16 @@ def plan_on(
         n = bisect(range(subject.shape.layers), 0, key=lambda n: 0 if _is_enough(tried(n), context) else 1) - 1
         if n >= 0:
             return tried(n)
-    return _split(subject, profile, room, context, facts) or found
+    if (split := _split(subject, profile, room, context, facts)) is None:
+        return found
+    for bits in (8, 4):
+        fewer = profile.replace(exactness="approx", kv={"k_bits": bits, "v_bits": bits})
+        with suppress(KvcliError):  # the profile cannot have these bits
+            if bits < profile.kv.k_bits and _is_enough(plan(subject, fewer, room, context, facts), context):
+                return replace(
+                    split, whole_with=f"--set exactness=approx --set kv.k_bits={bits} --set kv.v_bits={bits}"
+                )
+    return split
 
 
 def chosen(found: Plan) -> dict[str, int | str]:
@@ -372,6 +383,7 @@ def told(found: Plan) -> list[str]:
         below = of - n
         what = f"embeddings and the first {below} of {of} layers" if below else "embeddings"
         said.append(f"{what} run on the CPU, because more does not fit on {device}")
+        said[-1] += f" (all of it does with {found.whole_with})" if found.whole_with else ""
     if made.get("prefill.order"):
         said.append("prompts are read layer by layer, because less fits in chunks")
     return said

@@ -68,6 +68,7 @@ def split(plan: Plan, host: CalibrationDocument | None) -> FitSplit | None:
         seconds=read / bandwidth,
         bandwidth=bandwidth,
         basis="assumed" if host is None else "machine",
+        whole_with=plan.whole_with,
     )
 
 

@@ -46,6 +46,9 @@ class FitSplit(Json):
     seconds: Seconds = Field(description="added time per token: bytes divided by bandwidth")
     bandwidth: Rate = Field(description="bandwidth of host memory, bytes per second")
     basis: Literal["machine", "assumed"] = Field(description="machine: the bandwidth was measured")
+    whole_with: str = Field(
+        default="", description="settings with which all layers fit on the GPU, if fewer bits of KV do it"
+    )
 
 
 class FitLevel(Json):

@@ -16,7 +16,7 @@ from kvcli.errors import DoesNotFit, UsageError
 from kvcli.fit import cuda_overhead, memory
 from kvcli.fit.available_memory import AvailableMemory
 from kvcli.fit.memory import BASE, GIB
-from kvcli.fit.plan import MeasuredFacts, PlannedModel, chosen, plan, plan_on
+from kvcli.fit.plan import MeasuredFacts, PlannedModel, chosen, plan, plan_on, told
 from kvcli.fit.preflight import Preflight
 from kvcli.fit.report import document
 from kvcli.fit.speed import split
@@ -63,6 +63,19 @@ def test_an_8b_model_fits_at_32k(name, gib):
     weights = said.weights + said.places.get("host", 0) - found.need.host
     assert weights == found.run.weights.memory, "every byte of them is somewhere"
     assert found.run.weights.memory == pytest.approx(0.53125 * LLAMA_8B.linear + 4 * 128256 * 4096, rel=0.001)
+
+
+def test_a_split_names_the_bits_of_kv_with_which_all_layers_fit():
+    found = planned(Profile.load("gpu"), 8)
+    assert found.run.on_card < 32
+    bits = int(found.whole_with[-1])
+    assert found.whole_with == f"--set exactness=approx --set kv.k_bits={bits} --set kv.v_bits={bits}"
+    assert found.whole_with in told(found)[-1]
+    whole = planned(Profile.load("gpu").replace(exactness="approx", kv={"k_bits": bits, "v_bits": bits}), 8)
+    assert whole.fits
+    assert whole.run.on_card in (None, 32)
+    assert planned(Profile.load("gpu"), 12).whole_with == ""
+    assert planned(NGRAM, 3).whole_with == "", "no bits of the KV cache make room for the weights"
 
 
 def test_scores_are_kept_where_no_fused_kernel_serves():

@@ -190,6 +190,7 @@ def _gave_way(plan: FitPlan, document: FitDocument) -> Iterator[str]:
         f"{split.layers} of {split.of} layers on {document.device}, the first {split.of - split.layers} on the CPU: "
         f"{f.long_size(plan.places.get('host', 0))} of host memory, {f.seconds(split.seconds)} more per token "
         f"at {f.long_size(split.bandwidth)}/s{by}"
+        f"{f'; all layers fit with {split.whole_with}' if split.whole_with else ''}"
     )
 
 
