@@ -22,12 +22,12 @@ from kvcli.kernels.attend_invariant import SelectedPages, StoredKV, attend_part,
 from kvcli.kernels.native import native
 from kvcli.kv.slots import AttentionParams
 from kvcli.kv.sparse.index import PageIndex
-from kvcli.kv.sparse.pages import PageBudget
+from kvcli.kv.sparse.pages import PageBudget, Pages
 from kvcli.methods.drafts.ngram import Ngram
 from kvcli.methods.policies.streaming import StreamingLLM
 from kvcli.methods.sparse.antidiagonal import Antidiagonal
 from kvcli.methods.sparse.middles import Middles
-from kvcli.methods.sparse.segments import PromptSegments, SegmentCache
+from kvcli.methods.sparse.segments import PromptSegments, SegmentCache, select
 from kvcli.settings.profile import Profile
 from tests import make
 
@@ -92,8 +92,26 @@ def test_xattention_selects_by_the_published_rule(mass: float, stride: int) -> N
         if page not in found and held < mass:
             found.add(page)
             held += float(share[page])
-    assert chosen_pages(Antidiagonal(8, stride), q, k, PageBudget(0.0, 8, 2, 3), mass) == sorted(found)
+    assert chosen_pages(Antidiagonal(8, stride), q, k, PageBudget(0.0, 0, 2, 3), mass) == sorted(found)
     assert len(found) < 8 or mass == 0.9
+
+
+def test_a_mass_leaves_the_floor_and_counts_no_page_that_a_shorter_head_lacks() -> None:
+    torch.manual_seed(7)
+    score = torch.randn(2, 1, 2, 8) - 8
+    score[0, ..., 4:] = 0.0  # as summaries of zeros give
+    held, always = torch.ones(2, 8, dtype=torch.bool), torch.zeros(2, 8, dtype=torch.bool)
+    held[0, 4:], always[:, 0] = False, True
+    pages = Pages(INDEXES["xattention"], PageBudget(0.0, 0, 1, 1))
+    pages.last, pages.always, pages.open, pages.most = held.int().unsqueeze(2) - 1, always, held & ~always, 0
+    of_its_own = Pages(pages.index, pages.budget)
+    of_its_own.last, of_its_own.always, of_its_own.open = pages.last[:1, :4], always[:1, :4], pages.open[:1, :4]
+    alone = select(score[:1, ..., :4], of_its_own, 0.6)
+    assert 1 < int(alone.sum()) < 4
+    assert torch.equal(select(score, pages, 0.6)[:1, :, :4], alone)
+    assert int(select(score, pages, 1e-9).sum()) == 2, "those always read"
+    pages.most = 3
+    assert select(score, pages, 1e-9).sum(2).flatten().tolist() == [4, 4]
 
 
 def test_critiprefill_selects_by_the_published_rule() -> None:
@@ -220,7 +238,7 @@ def test_a_chat_keeps_its_answers_and_gets_the_same_bits_again(turn: int, drafts
 def test_a_saved_prompt_goes_on_from_whole_segments(n: int, answer: int) -> None:
     lm = small()
     source = answered(read(opened(lm, "critiprefill"), IDS[:n]), answer)
-    ids = [*source.ids[:-1], *IDS[n:]]
+    ids = [*source.ids, *IDS[n:]]
     session = opened(lm, "critiprefill")
     session.start_answer(ids, Sampler(), replays=True)
     session.restore(source.state(), ids[source.committed])
@@ -229,8 +247,9 @@ def test_a_saved_prompt_goes_on_from_whole_segments(n: int, answer: int) -> None
     assert stored == (source.committed if answer > 1 else (n - 1) // SEGMENT * SEGMENT)
     while run_to_end(session.prefill(ids)):
         pass
-    other = source if answer > 1 else opened(lm, "critiprefill")
-    assert torch.equal(kv(session, len(ids) - 1), kv(read(other, ids), len(ids) - 1))
+    assert torch.equal(kv(session, len(ids) - 1), kv(read(source, ids), len(ids) - 1)), "as where it was never saved"
+    if answer < 2:
+        assert torch.equal(kv(session, len(ids) - 1), kv(read(opened(lm, "critiprefill"), ids), len(ids) - 1))
 
 
 def test_beside_answers_no_segment_is_cut() -> None:
@@ -266,6 +285,8 @@ def test_models_with_recurrent_layers_are_refused() -> None:
     [
         ({"prefill.order": "layers"}, '"layers" is impossible'),
         ({"prefill.chunk": 128}, "a pass has too few tokens"),
+        ({"memory.fallbacks": ["prefill.chunk=-50%"] * 4}, 'after "prefill.chunk=-50%" a pass has too few tokens'),
+        ({"memory.fallbacks": ["prefill.chunk=64", "kv.v_bits=8"]}, 'after "prefill.chunk=64" a pass has too few'),
         ({"prune": {"method": "lazy"}}, "needs prompts that are read from first to last token"),
         ({"reuse": {"method": "pie"}}, "needs prompts that are read from first to last token"),
     ],

@@ -30,7 +30,7 @@ from kvcli.models.channels import Channels, Piece
 from kvcli.models.text import StopStrings
 from kvcli.settings.config import set_value
 from kvcli.settings.profile import Profile
-from kvcli.settings.schema import size_of
+from kvcli.settings.schema import size_of, stepped
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -115,11 +115,8 @@ def next_fallback(profile: Profile, limit: int) -> Profile:
     """Return the profile after its next fallback step, such as "kv.v_bits=2" or "context.limit=-25%"."""
     step, *rest = profile.memory.fallbacks
     key, _, value = step.partition("=")
-    number: object = int(value) if value.isdigit() else value
-    if value.endswith("%"):
-        now: Any = limit if key == "context.limit" else profile.values[key]
-        number = max(1, int(now * (1 + int(value[:-1]) / 100)))
-    return profile.replace(**{"memory.fallbacks": rest, key: number})
+    now: Any = limit if key == "context.limit" else profile.values[key]
+    return profile.replace(**{"memory.fallbacks": rest, key: value if isinstance(now, str) else stepped(now, value)})
 
 
 def _apply(session: GenerationSession, old: Profile, new: Profile) -> bool:

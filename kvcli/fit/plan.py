@@ -227,7 +227,8 @@ def _by_room(run: memory.PlannedRun, asked: int) -> memory.PlannedRun:
     """Return the run with the largest prefill chunk that a GPU has room for, if the profile leaves the chunk open."""
     if run.room.kind != "cuda" or run.profile.origins["prefill.chunk"] != DEFAULT.name:
         return run
-    tried = [replace(run, chunk=chunk) for chunk in (run.chunk, *cuda_overhead.CHUNKS) if chunk <= run.chunk]
+    least = run.profile.sparse.segment
+    tried = [replace(run, chunk=chunk) for chunk in (run.chunk, *cuda_overhead.CHUNKS) if least <= chunk <= run.chunk]
     most = cuda_overhead.working_most(run.room.available)
     return next((one for one in tried if memory.need(one, asked).working <= most), tried[-1])
 

@@ -8,7 +8,7 @@ from dataclasses import replace
 from typing import Any
 
 from kvcli.settings.profile import ALTERED, EFFECTS, KV_OF_ALL, LOSSY, SMALLER, WORDS, Conflict, Needs, Profile
-from kvcli.settings.schema import METHOD_TABLES
+from kvcli.settings.schema import METHOD_TABLES, stepped
 
 PROMISES = ("exact", "certified", "approx")  # values of `exactness`, the strictest first
 
@@ -68,8 +68,13 @@ def order_clashes(profile: Profile) -> Iterator[Conflict]:
     """Conflicts of `prefill.order`: a policy scores after each chunk, so it needs chunks; a pruner needs layers. And of
     revived tokens: some passes must be free of drafts. A segment of `[sparse]` is a pass over all layers."""
     key, order, prunes = "prefill.order", profile.prefill.order, "prunes" in profile.effects
-    if (segment := profile.sparse.segment) > profile.prefill.chunk:
-        yield Conflict("prefill.chunk", "sparse.segment", "a pass has too few tokens", f"which needs {segment}")
+    chunk, segment, cut = profile.prefill.chunk, profile.sparse.segment, "a pass has too few tokens"
+    if segment > chunk:
+        yield Conflict("prefill.chunk", "sparse.segment", cut, f"which needs {segment}")
+    for step in (step for step in profile.memory.fallbacks if step.startswith("prefill.chunk")):
+        before, chunk = chunk, stepped(chunk, step.partition("=")[2])
+        if chunk < segment <= before:
+            yield Conflict("memory.fallbacks", "sparse.segment", f'after "{step}" {cut}', f"which needs {segment}")
     if order == "layers" and segment:
         yield Conflict(key, "sparse.segment", '"layers" is impossible', "which selects after each chunk")
     if order == "chunks" and prunes:

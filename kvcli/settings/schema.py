@@ -114,6 +114,11 @@ STEPS = Pattern(  # settings that can change while an answer is generated
 )
 
 
+def stepped(now: int, value: str) -> int:
+    """Return a number after a fallback step to this value, a number or a share such as "-25%"."""
+    return max(1, int(now * (1 + int(value[:-1]) / 100))) if value.endswith("%") else int(value)
+
+
 def size_of(text: str) -> int:
     """Return a size such as 6GiB in bytes."""
     return int(float(text[:-3]) * 1024 ** ("KMGT".index(text[-3]) + 1))

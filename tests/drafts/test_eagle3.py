@@ -190,6 +190,10 @@ def test_a_head_that_does_not_fit_is_refused_by_what_differs() -> None:
     stated = {"eagle_aux_hidden_state_layer_ids": [0, 1, 2]}
     assert "it reads the layers (1, 2, 3), and the model has 3" in refused(lm, {}, eagle_config=stated)
     config.eagle_config = None
+    narrow = drafters.eagle3_of(lm, hidden_size=32)
+    with pytest.raises(BadModel, match="does not fit") as found:
+        wrap_head(lm, *narrow, id="head")
+    assert found.value.lines == ["it has hidden size 32 and no embedding of its own; that of the model has 48"]
     lm.is_split = True
     assert "on two devices" in refused(lm, {})
 

@@ -157,9 +157,10 @@ def wrap_head(target: LM, config: Any, tensors: dict[str, Tensor], **about: Any)
     # stated as SGLang does, by output
     layers = tuple(i + 1 for i in stated if type(i) is int) if isinstance(stated, list) else (2, n // 2, n - 3)
     is_rising = len(ids) > 0 and bool((ids.diff() > 0).all()) and int(ids[0]) >= 0 and int(ids[-1]) < target.vocab
+    width = target.model.config.get_text_config().hidden_size
     with torch.device("meta"):
         embeds = None if "embeds.weight" in tensors else target.model.get_input_embeddings()
-        model = Eagle3(config, target.model.config.get_text_config().hidden_size, embeds)
+        model = Eagle3(config, width, embeds)
     here, there = ({name: [*t.shape] for name, t in of.items()} for of in (model.state_dict(), tensors))
     misfits = [
         f"{name}: {there.get(name, 'missing')} in its files, {here.get(name, 'not used')} for this model"
@@ -169,6 +170,9 @@ def wrap_head(target: LM, config: Any, tensors: dict[str, Tensor], **about: Any)
     checks = {
         f"its vocabulary has {config.vocab_size:,} tokens, that of the model {target.vocab:,}": (
             target.vocab == config.vocab_size == (config.vocab_size if knows is None else len(knows))
+        ),
+        f"it has hidden size {config.hidden_size} and no embedding of its own; that of the model has {width}": (
+            embeds is None or config.hidden_size == width
         ),
         f"it reads the layers {layers}, and the model has {n}": len(layers) == 3 and {*layers} <= {*range(n)},
         "the layers of the model are on two devices": not target.is_split,

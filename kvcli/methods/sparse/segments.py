@@ -60,7 +60,8 @@ class PromptSegments(Companion):
         """Rewind to whole segments, unless the prompt is the last one or continues its answer."""
         known = text.ids[: text.answer_end]
         n = shared_length(known, ids)
-        continues = n > self._end + 1 and n >= min(text.committed, len(known) - 1)
+        # a saved sequence does not tell what followed its last stored token, so that must be the answer's, too
+        continues = min(n, text.committed) > self._end + 1 and n >= min(text.committed, len(known) - 1)
         if self._read and not continues and not n == len(ids) == self._end + 1:
             n = text.rewind(self._whole(min(n, text.committed)) + 1)
             text.prefills = [(start, min(end, n + 1)) for start, end in text.prefills if start < n]
@@ -124,23 +125,23 @@ class SegmentTier(SparseTier):
 
 
 def select(score: Tensor, pages: Pages, mass: float) -> Tensor:
-    """Select pages for a segment by the scores of its rows [K, G, R, X] -> [K, 1, X]: the best `pages.most` of a KV
-    head, or, if `mass` is below 1, the fewest that hold this share of the attention to pages in each query head. Pages
-    that are always read count.
+    """Select pages for a segment by the scores of its rows [K, G, R, X] -> [K, 1, X]: if `mass` is below 1, the fewest
+    that hold this share of the attention to pages in each query head. Pages that are always read count. If that leaves
+    less than `pages.most` of a KV head, the best ones up to it.
 
     Pages rank by their mean share in the rows; among query heads of a KV head the largest counts.
     """
     by_row = score - log_masses(score, pages.held).unsqueeze(3)
     share = by_row.logsumexp(2) - math.log(score.shape[2])  # [K, G, X]
-    if mass < 1:
-        held, first = share.exp(), pages.always.unsqueeze(1)
+    chosen = torch.zeros_like(pages.open)
+    if mass < 1:  # heads may have different numbers of pages
+        held, first = share.exp().masked_fill(~pages.held.unsqueeze(1), 0.0), pages.always.unsqueeze(1)
         order = (held + 2 * first).sort(dim=-1, descending=True, stable=True).indices
         ranked = held.gather(-1, order)
         enough = torch.zeros_like(held, dtype=torch.bool).scatter_(-1, order, ranked.cumsum(-1) - ranked < mass)
-        chosen = enough.any(1)
-    else:
-        best = share.amax(1).masked_fill(~pages.open, -torch.inf).topk(min(pages.most, score.shape[3]), -1).indices
-        chosen = torch.zeros_like(pages.open).scatter_(1, best, True)
+        chosen = enough.any(1) & pages.open
+    wanted = share.amax(1).masked_fill(~pages.open, -torch.inf).masked_fill(chosen, torch.inf)
+    chosen = chosen.scatter(1, wanted.topk(min(pages.most, score.shape[3]), -1).indices, value=True)
     return (chosen & pages.open | pages.always).unsqueeze(1)
 
 
