@@ -111,15 +111,15 @@ class DenseLayer:
             layer = DenseLayer(Slots(k, v, pos.expand(n_kv, -1)), step, slides)
             layer.gone = given.number("gone", given.n) // BLOCK * BLOCK
             return layer
-        ks, vs, pos = zip(*(read(given.part(str(head))) for head in range(n_kv)), strict=True)
+        ks, vs, each = zip(*(read(given.part(str(head))) for head in range(n_kv)), strict=True)
         k = like.new_empty(n_kv, 0, shape.k_dim)
         v = k if shape.rank else like.new_empty(n_kv, 0, shape.v_dim)
-        layer = DenseLayer(Slots(k, v, torch.empty(n_kv, 0)), step, slides)
-        layer._lay(HeadExtents.of([*map(len, pos)], step), is_even=False)
-        places = [torch.arange(at, at + len(its)) for at, its in zip(layer._extents.start, pos, strict=True)]
+        layer = DenseLayer(Slots(k, v, torch.empty(n_kv, 0, dtype=torch.int32)), step, slides)
+        layer._lay(HeadExtents.of([*map(len, each)], step), is_even=False)
+        places = [torch.arange(at, at + len(its)) for at, its in zip(layer._extents.start, each, strict=True)]
         # keys and values are not padded: one long head would multiply their bytes
         layer._put(torch.cat(places).to(like.device), torch.cat(ks), torch.cat(vs))
-        layer._came(pad_sequence([*pos], True, -1))
+        layer._came(pad_sequence([*each], True, -1))
         return layer
 
     def state(self) -> State:
