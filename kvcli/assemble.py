@@ -279,7 +279,7 @@ def companions(lm: LM, profile: Profile) -> list[Companion]:
 
     made = [of.companion(lm) for of in (profile.reuse, profile.prune, profile.sparse)]
     by_layers = profile.prefill.order == "layers" and not profile.prune.describe_read
-    return [*filter(None, made), *([LayerByLayer(lm)] if by_layers else [])]
+    return [*(one for one in made if one is not None), *([LayerByLayer(lm)] if by_layers else [])]
 
 
 def policy(lm: LM, profile: Profile) -> Policy:

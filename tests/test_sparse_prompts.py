@@ -276,8 +276,9 @@ def test_what_a_policy_evicted_is_computed_again() -> None:
 
 
 def test_models_with_recurrent_layers_are_refused() -> None:
-    with pytest.raises(BadModel, match="recurrent layers"):
+    with pytest.raises(BadModel, match="recurrent layers") as refused:
         PromptSegments(make.model("qwen3_next"), SEGMENT)
+    assert refused.value.code == "no_segments"
 
 
 @pytest.mark.parametrize(

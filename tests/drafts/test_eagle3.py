@@ -193,7 +193,7 @@ def test_a_head_that_does_not_fit_is_refused_by_what_differs() -> None:
     narrow = drafters.eagle3_of(lm, hidden_size=32)
     with pytest.raises(BadModel, match="does not fit") as found:
         wrap_head(lm, *narrow, id="head")
-    assert found.value.lines == ["it has hidden size 32 and no embedding of its own; that of the model has 48"]
+    assert found.value.lines == ("it has hidden size 32 and no embedding of its own; that of the model has 48",)
     lm.is_split = True
     assert "on two devices" in refused(lm, {})
 

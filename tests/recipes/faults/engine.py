@@ -357,7 +357,7 @@ FAULTS = [
     Fault(
         "V15",
         "kvcli/methods/sparse/segments.py",
-        "n > self._end + 1 and n >=",
+        "min(n, text.committed) > self._end + 1 and n >=",
         "n >=",
         "tests/test_sparse_prompts.py::test_a_prompt_behind_the_first_tokens_of_another",
     ),
