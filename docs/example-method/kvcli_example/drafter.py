@@ -8,9 +8,10 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
-from kvcli.drafts.draft_settings import DraftSettings
+from kvcli.drafts.draft_settings import DraftSettings, clock_of
 from kvcli.drafts.tree.tree import AcceptanceRates, DraftCandidate
 from kvcli.drafts.tree.tree_drafter import TreeDrafter
+from kvcli.engine.drafting.drafter import ModelPair
 from kvcli.engine.stats import AcceptanceByMatch
 
 
@@ -48,5 +49,5 @@ class Followers:
 class LastFollower(DraftSettings):
     """Draft the token that last followed the newest token, and so on from there."""
 
-    def drafter(self, ends: Collection[int] = (), pair: object = None) -> TreeDrafter:
-        return TreeDrafter(self, [Followers()])
+    def drafter(self, ends: Collection[int] = (), pair: ModelPair | None = None) -> TreeDrafter:
+        return TreeDrafter(self, [Followers()], clock=clock_of(pair))

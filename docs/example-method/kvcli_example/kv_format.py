@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
-    from kvcli.kv.formats.block_format import Codes
+    from kvcli.kv.formats.format import Codes
     from kvcli.settings.schema import Kv
 
 

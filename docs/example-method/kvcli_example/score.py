@@ -30,4 +30,4 @@ class LongValues(TopK):
 
     def score(self, s: Slots, at: LayerContext) -> Tensor:
         """Return the norm of each value, [K, S]."""
-        return s.v.float().norm(p=self.power, dim=-1)
+        return s.v.float().abs().pow(self.power).sum(-1).pow(1 / self.power)
