@@ -1,0 +1,251 @@
+"""What a layer's keys and values tell of the next layer's: AQUA-KV and MiniCache, beside few bits of each layer alone.
+
+    python tests/bench/across_layers.py [--model demo] [--texts 24] [--length 2048] [--out FILE]
+
+Four numbers are hidden in each held-out text, and all are asked for when the keys and values of the whole text were
+replaced by what a format gives back. AQUA-KV (arXiv 2501.19392): keys before RoPE are predicted from the layer below,
+values from those below and the layer's keys, by least squares on other texts; the rest is stored in few bits, by the
+same quantizer as the sides beside it. MiniCache (arXiv 2405.14366): from the middle on, two layers share directions,
+interpolated between theirs; lengths are each layer's own, and the 5 % of slots that differ most are kept as they are.
+explained: share of the square of what a layer's mean leaves, with which prediction does away. error: of the heads'
+outputs for the newest 32 queries, relative, mean over layers. bytes: of one token, scales and lengths included.
+"""
+
+from __future__ import annotations
+
+import sys
+import tempfile
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+import torch
+from torch import Tensor
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+from kvcli.bench.texts import text_of
+from kvcli.engine.hf.rope import rotaries
+from kvcli.heads.sample import ProbeSample, samples
+from kvcli.kernels.rope import rotate, unrotate
+from kvcli.kv.formats.format import by_slot, dequantize, of_slots, quantize
+from tests.bench.harness import Row, Rows, measurement
+from tests.bench.kv_quality import Text, asked, opened
+
+HELD_OUT, OTHERS = 5_000, 6_000  # seeds of the texts that are asked about, and of those that predictors are fitted on
+FITTED = 2  # texts
+QUERIES, GROUP = 32, 32  # newest rows whose outputs are compared; slots, and channels, that share a scale
+APART = 0.05  # share of slots that MiniCache keeps as they are
+TOWARDS = 0.6  # how far from the lower layer's direction to the upper one's
+KV = tuple[Tensor, Tensor]  # keys and values of a layer [K, S, D]
+
+
+def in_bits(x: Tensor, bits: int, *, is_key: bool) -> Tensor:
+    """x [K, S, D] as so many bits give it back: keys by channel in groups of slots, values by slot."""
+    if not is_key:
+        return of_slots(by_slot(x, bits, GROUP), bits, torch.float32)
+    pad = -x.shape[1] % GROUP
+    groups = torch.cat([x, x[:, -1:].expand(-1, pad, -1)], 1).unflatten(1, (-1, GROUP))
+    return dequantize(quantize(groups, bits, -2), bits, torch.float32).flatten(1, 2)[:, : x.shape[1]]
+
+
+def by_slots(*parts: Tensor) -> Tensor:
+    """Parts [K, S, D] of all heads beside one another, and a one: [S, n]."""
+    flat = [part.transpose(0, 1).flatten(1) for part in parts]
+    return torch.cat([*flat, flat[0].new_ones(len(flat[0]), 1)], 1)
+
+
+def fit(inputs: Sequence[Tensor], outputs: Sequence[Tensor]) -> Tensor:
+    """Weights [n, m] that predict outputs [S, m] from inputs [S, n], by ridge regression over all texts."""
+    x, y = torch.cat(list(inputs)).double(), torch.cat(list(outputs)).double()
+    square = x.T @ x
+    ridge = 1e-4 * square.diagonal().mean() * torch.eye(len(square), dtype=torch.float64)
+    return torch.linalg.solve(square + ridge, x.T @ y).float()
+
+
+class Aqua:
+    """AQUA-KV: predictors of each layer but the first, fitted on what the format itself gives back below."""
+
+    def __init__(self, texts: Sequence[Sequence[KV]], bits: int) -> None:
+        """`texts`: by text the keys before RoPE and the values of each layer."""
+        self.bits, self.weights = bits, list[KV | None]()
+        self.explained: list[list[float]] = []  # by layer, of keys and values
+        below: list[KV] = []
+        for layer in range(len(texts[0])):
+            held = [text[layer] for text in texts]
+            found = None
+            if layer:
+                keys = fit([by_slots(k) for k, _ in below], [by_slots(k)[:, :-1] for k, _ in held])
+                got = [self._rest(k, by_slots(b[0]) @ keys, is_key=True) for b, (k, _) in zip(below, held, strict=True)]
+                inputs = [by_slots(b[1], k) for b, k in zip(below, got, strict=True)]
+                found = keys, fit(inputs, [by_slots(v)[:, :-1] for _, v in held])
+            self.weights.append(found)
+            below = [self._layer(layer, kv, under) for kv, under in zip(held, below or held, strict=True)]
+
+    def __call__(self, layers: Sequence[KV]) -> list[KV]:
+        """All layers of a text as the format gives them back."""
+        out: list[KV] = []
+        for layer, kv in enumerate(layers):
+            out.append(self._layer(layer, kv, out[-1] if out else kv))
+            if (weights := self.weights[layer]) is not None:
+                guesses = by_slots(out[-2][0]) @ weights[0], by_slots(out[-2][1], out[-1][0]) @ weights[1]
+                self.explained.append([explained(x, guess) for x, guess in zip(kv, guesses, strict=True)])
+        return out
+
+    def _layer(self, layer: int, kv: KV, below: KV) -> KV:
+        if (weights := self.weights[layer]) is None:
+            return in_bits(kv[0], self.bits, is_key=True), in_bits(kv[1], self.bits, is_key=False)
+        k = self._rest(kv[0], by_slots(below[0]) @ weights[0], is_key=True)
+        return k, self._rest(kv[1], by_slots(below[1], k) @ weights[1], is_key=False)
+
+    def _rest(self, x: Tensor, guess: Tensor, *, is_key: bool) -> Tensor:
+        """x where its distance to the guess [S, K * D] is stored in few bits."""
+        guess = guess.unflatten(1, (x.shape[0], -1)).transpose(0, 1)
+        return guess + in_bits(x - guess, self.bits, is_key=is_key)
+
+
+def explained(x: Tensor, guess: Tensor) -> float:
+    """Share of the square of x [K, S, D] about its mean that a guess [S, K * D] explains."""
+    flat = by_slots(x)[:, :-1]
+    return float(1 - (flat - guess).square().sum() / (flat - flat.mean(0)).square().sum())
+
+
+def minicache(layers: Sequence[KV]) -> list[KV]:
+    """Pairs of layers from the middle on, merged; where heads differ in size nothing is."""
+    out = list(layers)
+    for low in range(len(layers) // 2, len(layers) - 1, 2):
+        merged = [merge(a, b) for a, b in zip(layers[low], layers[low + 1], strict=True)]
+        out[low], out[low + 1] = (merged[0][0], merged[1][0]), (merged[0][1], merged[1][1])
+    return out
+
+
+def merge(low: Tensor, high: Tensor) -> tuple[Tensor, Tensor]:
+    """Vectors [K, S, D] of two layers, from one direction interpolated on the sphere, but where both differ most."""
+    sizes = [x.norm(dim=-1, keepdim=True).clamp_min(1e-9) for x in (low, high)]
+    a, b = low / sizes[0], high / sizes[1]
+    angle = (a * b).sum(-1, keepdim=True).clamp(-0.9999, 0.9999).acos()
+    way = (((1 - TOWARDS) * angle).sin() * a + (TOWARDS * angle).sin() * b) / angle.sin()
+    is_apart = angle >= angle.quantile(1 - APART, dim=1, keepdim=True)
+    return torch.where(is_apart, low, way * sizes[0]), torch.where(is_apart, high, way * sizes[1])
+
+
+def loss(queries: Sequence[Tensor], was: Sequence[KV], now: Sequence[KV], scales: Sequence[float]) -> float:
+    """Relative error of the outputs of heads for queries [H, N, D], mean over layers."""
+    found = []
+    for q, before, after, scale in zip(queries, was, now, scales, strict=True):
+        groups = q.reshape(before[0].shape[0], -1, q.shape[-1])  # [K, G * N, D]
+        outs = [(groups @ k[:, :-QUERIES].mT * scale).softmax(-1) @ v[:, :-QUERIES] for k, v in (before, after)]
+        found.append(float((outs[1] - outs[0]).norm() / outs[0].norm()))
+    return fmean(found)
+
+
+class Held:
+    """A text that the model has read: its keys and values, and what the model answers over others in their place."""
+
+    def __init__(self, model: Any, sample: ProbeSample) -> None:
+        self.model, self.sample, self.text = model, sample, Text(model, sample.context)
+        fresh = self.text._made.fresh
+        self.layers: list[KV] = [(fresh[at].k.float(), fresh[at].v.float()) for at in sorted(fresh)]
+        self.at = torch.arange(self.text.n)
+
+    def unrotated(self) -> list[KV]:
+        """Keys before RoPE."""
+        return [
+            (k if rotary is None else unrotate(k, self.at, rotary), v)
+            for (k, v), rotary in zip(self.layers, rotaries(self.model.lm), strict=True)
+        ]
+
+    def rotated(self, layers: Sequence[KV]) -> list[KV]:
+        return [
+            (k if rotary is None else rotate(k, self.at, rotary), v)
+            for (k, v), rotary in zip(layers, rotaries(self.model.lm), strict=True)
+        ]
+
+    def answers(self, layers: Sequence[KV]) -> Row:
+        """Share of right answers over these keys and values, and the error of the heads' outputs."""
+        made, text = self.text._made, self.text
+        kinds = sorted(made.fresh)
+        fresh = {
+            at: replace(made.fresh[at], k=k.to(made.fresh[at].k), v=v.to(made.fresh[at].v))
+            for at, (k, v) in zip(kinds, layers, strict=True)
+        }
+        session = self.model.new_session()
+        text._made = replace(made, fresh=fresh)
+        try:
+            text.read_by(session)
+        finally:
+            text._made = made
+        scales = [self.model.lm.attention_params[at].scale for at in kinds]
+        newest = [q[:, -QUERIES:].float() for q in made.queries]
+        right = fmean(asked(self.model, self.sample, session)["right"])
+        return {"right": right, "error": loss(newest, self.layers, layers, scales)}
+
+
+def token_bytes(layers: Sequence[KV], bits: Callable[[int, int], float]) -> float:
+    """Bytes of a token where an element of a layer takes so many bits; `bits`(layer, head size)."""
+    return sum(x.shape[0] * x.shape[2] * bits(layer, x.shape[2]) / 8 for layer, kv in enumerate(layers) for x in kv)
+
+
+def half(n: int) -> Callable[[int, int], float]:
+    """Bits of MiniCache in n layers: pairs share 16 bits and keep a 16-bit length each, and some slots whole."""
+    merged = set(range(n // 2, n // 2 + (n - n // 2) // 2 * 2))
+    return lambda layer, dim: (1 - APART) * (8 + 16 / dim) + APART * 16 if layer in merged else 16
+
+
+Side = tuple[Callable[[Held], Sequence[KV]], Callable[[int, int], float]]
+
+
+def sides(fitted: Sequence[Held], aquas: Mapping[int, Aqua]) -> dict[str, Side]:
+    """By name: what a format gives back of a text, and its bits of an element."""
+
+    def alone(bits: int) -> Callable[[Held], Sequence[KV]]:
+        return lambda held: held.rotated(
+            [(in_bits(k, bits, is_key=True), in_bits(v, bits, is_key=False)) for k, v in held.unrotated()]
+        )
+
+    def predicted(aqua: Aqua) -> Callable[[Held], Sequence[KV]]:
+        return lambda held: held.rotated(aqua(held.unrotated()))
+
+    n_layers = len(fitted[0].layers)
+    found: dict[str, Any] = {"full": (lambda held: held.layers, lambda layer, dim: 16)}
+    for bits, aqua in aquas.items():
+        found[f"each layer alone, {bits} bits"] = alone(bits), lambda layer, dim, bits=bits: bits + 32 / GROUP
+        found[f"aqua, {bits} bits"] = predicted(aqua), lambda layer, dim, bits=bits: bits + 32 / GROUP
+    found["each layer alone, 8 bits"] = alone(8), lambda layer, dim: 8 + 32 / GROUP
+    found["minicache"] = lambda held: minicache(held.layers), half(n_layers)
+    return found
+
+
+@measurement(
+    "Keys and values predicted from, or merged with, another layer's: {model}, {texts} texts of {length} tokens",
+    is_counts=True,
+)
+def across_layers(model: str = "demo", texts: int = 24, length: int = 2048) -> Rows:
+    loaded: Any = opened(model, Path(tempfile.gettempdir(), "kvcli-kv-quality"), {"load.dtype": "fp32"})
+    haystack = None if model == "demo" else text_of("prose")
+    fitted = [Held(loaded, sample) for sample in samples(loaded, FITTED, length, OTHERS, haystack)]
+    aquas = {bits: Aqua([held.unrotated() for held in fitted], bits) for bits in (2, 4)}
+    compared = sides(fitted, aquas)
+    found: dict[str, list[Row]] = {name: [] for name in compared}
+    for i, sample in enumerate(samples(loaded, texts, length, HELD_OUT, haystack)):
+        held = Held(loaded, sample)
+        for name, (given, _) in compared.items():
+            found[name].append(held.answers(given(held)))
+        print(f"\r{i + 1} of {texts} texts", end="", file=sys.stderr, flush=True)
+    for name, each in found.items():
+        yield {
+            "side": name,
+            "bytes": round(token_bytes(fitted[0].layers, compared[name][1]), 1),
+            "accuracy": round(fmean(o["right"] for o in each), 4),
+            "error": round(fmean(o["error"] for o in each), 4),
+        }
+    return {
+        f"explained in {bits} bits": [round(fmean(each), 3) for each in zip(*aqua.explained, strict=True)]
+        for bits, aqua in aquas.items()
+    }
+
+
+if __name__ == "__main__":
+    across_layers.main()
