@@ -33,7 +33,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--method", metavar="PACKAGE", help="run the table of exactness for methods of this package")
     parser.addoption("--whole", action="store_true", help="run what tests/core.py leaves to `-m slow` too")
     parser.addoption("--weigh", action="store_true", help="write what each test took to tests/seconds.json")
-    parser.addoption("--tenth", type=int, metavar="0-9", help="run this tenth of what the core leaves out too")
+    parser.addoption("--part", metavar="K/N", help="run the Kth of N parts of what the core leaves out too")
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -51,7 +51,7 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
 @pytest.hookimpl(tryfirst=True)  # before those that `-m` does not name are left out
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     if not config.getoption("--whole"):
-        core.leave_out(items, json.loads(core.SECONDS.read_text(encoding="utf-8")), config.getoption("--tenth"))
+        core.leave_out(items, json.loads(core.SECONDS.read_text(encoding="utf-8")), config.getoption("--part"))
 
 
 @pytest.hookimpl(wrapper=True)

@@ -1,6 +1,6 @@
 """The core of the tests: those that find most faults a second. Other cases are marked `slow`; `--whole` marks none.
 
-Functions whose cases take at most `DEAR` seconds each are in it with all cases. Each other function has one CPU second:
+Functions whose cases take at most `DEAR` seconds each are in it with all cases. Each other function has half a CPU second:
 it goes to cases that differ in most words of their names, or to a single case if one takes at most `DEAREST` seconds,
 else to none. `tests/seconds.json` has the CPU seconds of a case by function; `--whole --weigh` writes those of the
 tests that it runs. Cases marked `core` are always in the core.
@@ -21,7 +21,7 @@ import pytest
 from tests.covering import spread
 
 SECONDS = Path(__file__).with_name("seconds.json")
-ALLOWANCE = 1.0  # CPU seconds of one function
+ALLOWANCE = 0.5  # CPU seconds of one function
 DEAREST = 2.0  # CPU seconds of a case; a function whose cases take more has none in the core
 DEAR = 0.03  # CPU seconds of a case; a function whose cases take at most this has all of them in the core
 
@@ -35,8 +35,8 @@ def function_of(nodeid: str) -> str:
     return nodeid.partition("[")[0]
 
 
-def leave_out(items: Iterable[pytest.Item], seconds: Mapping[str, float], tenth: int | None = None) -> None:
-    """Mark as slow the cases that the core has no time for. `tenth`: leave this tenth of them unmarked."""
+def leave_out(items: Iterable[pytest.Item], seconds: Mapping[str, float], part: str | None = None) -> None:
+    """Mark as slow the cases that the core has no time for. `part`: "K/N", leave the Kth of N parts of them unmarked."""
     cases = defaultdict[str, list[pytest.Item]](list)
     for item in items:
         if function_of(item.nodeid) in seconds and not any(map(item.get_closest_marker, ("slow", "core"))):
@@ -45,12 +45,13 @@ def leave_out(items: Iterable[pytest.Item], seconds: Mapping[str, float], tenth:
         words = [tuple(item.nodeid.split("-")) for item in same]
         chosen = spread(words, max(seconds[name] <= DEAREST, int(ALLOWANCE / seconds[name])))
         for item, named in zip(same, words, strict=True):
-            if named not in chosen and not is_in_tenth(item.nodeid, tenth):
+            if named not in chosen and not is_in_part(item.nodeid, part):
                 item.add_marker(pytest.mark.slow)
 
 
-def is_in_tenth(nodeid: str, tenth: int | None) -> bool:
-    return zlib.crc32(nodeid.encode()) % 10 == tenth
+def is_in_part(nodeid: str, part: str | None) -> bool:
+    number, _, of = (part or "0/0").partition("/")
+    return int(of) > 0 and zlib.crc32(nodeid.encode()) % int(of) == int(number) % int(of)
 
 
 class Weigher:

@@ -1,4 +1,4 @@
-"""The core has all functions but the dearest, few cases of dear ones, and all that is marked; tenths share the rest."""
+"""The core has all functions but the dearest, few cases of dear ones, and all that is marked; parts share the rest."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from tests.core import Weigher, is_in_tenth, leave_out
+from tests.core import Weigher, is_in_part, leave_out
 
 
 @dataclass
@@ -22,8 +22,8 @@ class Case:
         self.marks.add(mark.name)
 
 
-def core_of(cases: list[Any], seconds: dict[str, float], tenth: int | None = None) -> list[str]:
-    leave_out(cases, seconds, tenth)
+def core_of(cases: list[Any], seconds: dict[str, float], part: str | None = None) -> list[str]:
+    leave_out(cases, seconds, part)
     return [case.nodeid for case in cases if "slow" not in case.marks]
 
 
@@ -32,8 +32,8 @@ def test_cheap_functions_are_in_it_whole() -> None:
     assert core_of(cases, {"a.py::dear": 1.0}) == [case.nodeid for case in cases]
 
 
-@pytest.mark.parametrize(("seconds", "left"), [(0.1, 9), (0.25, 4), (0.5, 2), (1.0, 1), (2.0, 1), (2.5, 0)])
-def test_dear_functions_have_one_second_each_or_one_case(seconds: float, left: int) -> None:
+@pytest.mark.parametrize(("seconds", "left"), [(0.05, 9), (0.125, 4), (0.25, 2), (0.5, 1), (2.0, 1), (2.5, 0)])
+def test_dear_functions_have_half_a_second_each_or_one_case(seconds: float, left: int) -> None:
     cases = [Case(f"a.py::{name}[{a}-{b}]") for name in ("one", "two") for a in "xyz" for b in "rst"]
     core = core_of(cases, {"a.py::one": seconds, "a.py::two": seconds})
     assert [sum(name in case for case in core) for name in ("one", "two")] == [left, left]
@@ -46,33 +46,15 @@ def test_pinned_cases_stay_whatever_they_take() -> None:
     assert core_of(cases, {"a.py::dear": 60.0, "a.py::long": 0.1}) == ["a.py::dear[x]"]
 
 
-def test_each_test_is_in_one_tenth() -> None:
-    cases = [f"a.py::some[{n}]" for n in range(1000)]
-    tenths = [{case for case in cases if is_in_tenth(case, n)} for n in range(10)]
-    assert sorted(case for tenth in tenths for case in tenth) == sorted(cases)
-    assert all(60 < len(tenth) < 140 for tenth in tenths)
+def test_each_test_is_in_one_part() -> None:
+    cases = [f"a.py::some[{n}]" for n in range(3000)]
+    parts = [{case for case in cases if is_in_part(case, f"{n}/30")} for n in range(30)]
+    assert sorted(case for part in parts for case in part) == sorted(cases)
+    assert all(60 < len(part) < 140 for part in parts)
 
 
-def test_ten_tenths_run_all_that_the_core_leaves_out() -> None:
-    of = [{*core_of([Case(f"a.py::dear[{n}]") for n in range(60)], {"a.py::dear": 0.5}, tenth)} for tenth in range(10)]
+def test_all_parts_run_all_that_the_core_leaves_out() -> None:
+    names = [f"a.py::dear[{n}]" for n in range(60)]
+    of = [{*core_of([Case(name) for name in names], {"a.py::dear": 0.25}, f"{part}/10")} for part in range(10)]
     assert len(set.intersection(*of)) == 2
     assert len(set.union(*of)) == 60
-
-
-def test_what_was_weighed_is_kept_beside_what_was_not(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    file = tmp_path / "seconds.json"
-    file.write_text('{"a.py::old": 3.0, "a.py::now_cheap": 2.0}')
-    monkeypatch.setattr("tests.core.SECONDS", file)
-    weigher = Weigher()
-    for nodeid, seconds in (
-        ("a.py::new[1]", 0.2),
-        ("a.py::new[2]", 9.0),
-        ("a.py::new[3]", 0.4),
-        ("a.py::now_cheap", 0.01),
-    ):
-        report: Any = pytest.TestReport(
-            nodeid, ("a.py", 1, ""), {}, "passed", None, "teardown", user_properties=[("cpu", seconds)]
-        )
-        weigher.pytest_runtest_logreport(report)
-    weigher.pytest_sessionfinish()
-    assert file.read_text().split() == ["{", '"a.py::new":', "0.4,", '"a.py::old":', "3.0", "}"]

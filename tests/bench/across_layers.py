@@ -4,11 +4,12 @@
 
 Four numbers are hidden in each held-out text, and all are asked for when the keys and values of the whole text were
 replaced by what a format gives back. AQUA-KV (arXiv 2501.19392): keys before RoPE are predicted from the layer below,
-values from those below and the layer's keys, by least squares on other texts; the rest is stored in few bits, by the
-same quantizer as the sides beside it. MiniCache (arXiv 2405.14366): from the middle on, two layers share directions,
-interpolated between theirs; lengths are each layer's own, and the 5 % of slots that differ most are kept as they are.
-explained: share of the square of what a layer's mean leaves, with which prediction does away. error: of the heads'
-outputs for the newest 32 queries, relative, mean over layers. bytes: of one token, scales and lengths included.
+values from those below and the layer's keys, by least squares on other texts; the rest is stored by a method of
+[kv_format], which is also a side by itself. No slot stays in full precision. MiniCache (arXiv 2405.14366): from the
+middle on, two layers share directions, interpolated between theirs; lengths are each layer's own, and the 5 % of slots
+that differ most are kept as they are. explained: share of the square of what a layer's mean leaves, with which
+prediction does away. error: of the heads' outputs for the newest 32 queries, relative, mean over layers. bytes: of one
+token, scales and lengths included, the predictors not.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from __future__ import annotations
 import sys
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -30,25 +31,53 @@ from kvcli.bench.texts import text_of
 from kvcli.engine.hf.rope import rotaries
 from kvcli.heads.sample import ProbeSample, samples
 from kvcli.kernels.rope import rotate, unrotate
-from kvcli.kv.formats.format import by_slot, dequantize, of_slots, quantize
+from kvcli.kv.slots import POSITION, LayerShape
+from kvcli.settings.resolve import method_class
+from kvcli.settings.schema import Kv, registries
 from tests.bench.harness import Row, Rows, measurement
 from tests.bench.kv_quality import Text, asked, opened
 
 HELD_OUT, OTHERS = 5_000, 6_000  # seeds of the texts that are asked about, and of those that predictors are fitted on
 FITTED = 2  # texts
-QUERIES, GROUP = 32, 32  # newest rows whose outputs are compared; slots, and channels, that share a scale
+QUERIES = 32  # newest rows whose outputs are compared
 APART = 0.05  # share of slots that MiniCache keeps as they are
 TOWARDS = 0.6  # how far from the lower layer's direction to the upper one's
 KV = tuple[Tensor, Tensor]  # keys and values of a layer [K, S, D]
 
 
-def in_bits(x: Tensor, bits: int, *, is_key: bool) -> Tensor:
-    """x [K, S, D] as so many bits give it back: keys by channel in groups of slots, values by slot."""
-    if not is_key:
-        return of_slots(by_slot(x, bits, GROUP), bits, torch.float32)
-    pad = -x.shape[1] % GROUP
-    groups = torch.cat([x, x[:, -1:].expand(-1, pad, -1)], 1).unflatten(1, (-1, GROUP))
-    return dequantize(quantize(groups, bits, -2), bits, torch.float32).flatten(1, 2)[:, : x.shape[1]]
+@dataclass(frozen=True)
+class Few:
+    """A method of [kv_format] in so many bits of keys and of values, in blocks of 64 slots."""
+
+    name: str
+    bits: int
+
+    def __call__(self, k: Tensor, v: Tensor) -> KV:
+        """k, v [K, S, D] as they are read again."""
+        form, kv = method_class(registries()["kv_format"][self.name])(), Kv(k_bits=self.bits, v_bits=self.bits)
+        heads, pad = form.heads(k.shape[0]), -k.shape[1] % kv.group
+        blocks = [
+            torch.cat([x, x[:, -1:].expand(-1, pad, -1)], 1)
+            .unflatten(1, (-1, kv.group))
+            .unflatten(0, (-1, heads))
+            .transpose(1, 2)
+            .flatten(0, 1)
+            for x in (k, v)
+        ]  # [B, h, g, D]
+        codes = form.quantize(*blocks, kv)
+        got = form.dequantize(codes, kv, (k.shape[2], v.shape[2]), torch.float32)
+        groups = k.shape[0] // heads
+        read = [x.unflatten(0, (groups, -1)).transpose(1, 2).flatten(2, 3).flatten(0, 1)[:, : k.shape[1]] for x in got]
+        return read[0], read[1]
+
+    def bits_of(self, k: Tensor, v: Tensor) -> float:
+        """Bits of a number, scales and what else is stored included."""
+        form, kv = method_class(registries()["kv_format"][self.name])(), Kv(k_bits=self.bits, v_bits=self.bits)
+        shape = LayerShape(k.shape[0], k.shape[2], v.shape[2])
+        return 8 * (form.nbytes(shape, kv, 2) - POSITION) / (k.shape[0] * (k.shape[2] + v.shape[2]))
+
+    def __str__(self) -> str:
+        return f"{self.name}, {self.bits} bits"
 
 
 def by_slots(*parts: Tensor) -> Tensor:
@@ -68,9 +97,9 @@ def fit(inputs: Sequence[Tensor], outputs: Sequence[Tensor]) -> Tensor:
 class Aqua:
     """AQUA-KV: predictors of each layer but the first, fitted on what the format itself gives back below."""
 
-    def __init__(self, texts: Sequence[Sequence[KV]], bits: int) -> None:
+    def __init__(self, texts: Sequence[Sequence[KV]], few: Few) -> None:
         """`texts`: by text the keys before RoPE and the values of each layer."""
-        self.bits, self.weights = bits, list[KV | None]()
+        self.few, self.weights = few, list[KV | None]()
         self.explained: list[list[float]] = []  # by layer, of keys and values
         below: list[KV] = []
         for layer in range(len(texts[0])):
@@ -96,14 +125,14 @@ class Aqua:
 
     def _layer(self, layer: int, kv: KV, below: KV) -> KV:
         if (weights := self.weights[layer]) is None:
-            return in_bits(kv[0], self.bits, is_key=True), in_bits(kv[1], self.bits, is_key=False)
+            return self.few(*kv)
         k = self._rest(kv[0], by_slots(below[0]) @ weights[0], is_key=True)
         return k, self._rest(kv[1], by_slots(below[1], k) @ weights[1], is_key=False)
 
     def _rest(self, x: Tensor, guess: Tensor, *, is_key: bool) -> Tensor:
         """x where its distance to the guess [S, K * D] is stored in few bits."""
         guess = guess.unflatten(1, (x.shape[0], -1)).transpose(0, 1)
-        return guess + in_bits(x - guess, self.bits, is_key=is_key)
+        return guess + self.few(x - guess, x - guess)[0 if is_key else 1]
 
 
 def explained(x: Tensor, guess: Tensor) -> float:
@@ -197,24 +226,23 @@ def half(n: int) -> Callable[[int, int], float]:
 Side = tuple[Callable[[Held], Sequence[KV]], Callable[[int, int], float]]
 
 
-def sides(fitted: Sequence[Held], aquas: Mapping[int, Aqua]) -> dict[str, Side]:
-    """By name: what a format gives back of a text, and its bits of an element."""
+def sides(fitted: Sequence[Held], aquas: Mapping[Few, Aqua]) -> dict[str, Side]:
+    """By name: what a format gives back of a text, and its bits of a number."""
 
-    def alone(bits: int) -> Callable[[Held], Sequence[KV]]:
-        return lambda held: held.rotated(
-            [(in_bits(k, bits, is_key=True), in_bits(v, bits, is_key=False)) for k, v in held.unrotated()]
-        )
+    def alone(few: Few) -> Callable[[Held], Sequence[KV]]:
+        return lambda held: held.rotated([few(*kv) for kv in held.unrotated()])
 
     def predicted(aqua: Aqua) -> Callable[[Held], Sequence[KV]]:
         return lambda held: held.rotated(aqua(held.unrotated()))
 
-    n_layers = len(fitted[0].layers)
-    found: dict[str, Any] = {"full": (lambda held: held.layers, lambda layer, dim: 16)}
-    for bits, aqua in aquas.items():
-        found[f"each layer alone, {bits} bits"] = alone(bits), lambda layer, dim, bits=bits: bits + 32 / GROUP
-        found[f"aqua, {bits} bits"] = predicted(aqua), lambda layer, dim, bits=bits: bits + 32 / GROUP
-    found["each layer alone, 8 bits"] = alone(8), lambda layer, dim: 8 + 32 / GROUP
-    found["minicache"] = lambda held: minicache(held.layers), half(n_layers)
+    layer, n_layers = fitted[0].layers[0], len(fitted[0].layers)
+    found: dict[str, Side] = {"full": (lambda held: held.layers, lambda layer, dim: 16)}
+    for few, aqua in aquas.items():
+        found[str(few)] = alone(few), lambda at, dim, few=few: few.bits_of(*layer)  # type: ignore[misc]
+        found[f"AQUA over {few}"] = predicted(aqua), found[str(few)][1]
+    eight = Few("kivi", 8)
+    found[str(eight)] = alone(eight), lambda at, dim: eight.bits_of(*layer)
+    found["MiniCache"] = lambda held: minicache(held.layers), half(n_layers)
     return found
 
 
@@ -226,7 +254,8 @@ def across_layers(model: str = "demo", texts: int = 24, length: int = 2048) -> R
     loaded: Any = opened(model, Path(tempfile.gettempdir(), "kvcli-kv-quality"), {"load.dtype": "fp32"})
     haystack = None if model == "demo" else text_of("prose")
     fitted = [Held(loaded, sample) for sample in samples(loaded, FITTED, length, OTHERS, haystack)]
-    aquas = {bits: Aqua([held.unrotated() for held in fitted], bits) for bits in (2, 4)}
+    forms = [Few(name, bits) for bits in (2, 4) for name in ("kivi", "rotatekv")]
+    aquas = {few: Aqua([held.unrotated() for held in fitted], few) for few in forms}
     compared = sides(fitted, aquas)
     found: dict[str, list[Row]] = {name: [] for name in compared}
     for i, sample in enumerate(samples(loaded, texts, length, HELD_OUT, haystack)):
@@ -242,8 +271,8 @@ def across_layers(model: str = "demo", texts: int = 24, length: int = 2048) -> R
             "error": round(fmean(o["error"] for o in each), 4),
         }
     return {
-        f"explained in {bits} bits": [round(fmean(each), 3) for each in zip(*aqua.explained, strict=True)]
-        for bits, aqua in aquas.items()
+        f"explained over {few}": [round(fmean(each), 3) for each in zip(*aqua.explained, strict=True)]
+        for few, aqua in aquas.items()
     }
 
 
