@@ -1,9 +1,9 @@
 """The core of the tests: those that find most faults a second. Other cases are marked `slow`; `--whole` marks none.
 
-Functions whose cases take at most `DEAR` seconds each are in it with all cases. Each other function has half a CPU second:
-it goes to cases that differ in most words of their names, or to a single case if one takes at most `DEAREST` seconds,
-else to none. `tests/seconds.json` has the CPU seconds of a case by function; `--whole --weigh` writes those of the
-tests that it runs. Cases marked `core` are always in the core.
+Functions whose cases take at most `DEAR` seconds each are in it with all cases. Each other function has half a second
+of CPU time: it goes to cases that differ in most words of their names, or to a single case if one takes at most
+`DEAREST` seconds, else to none. `tests/seconds.json` has the CPU seconds of a case by function; `--whole --weigh`
+writes those of the tests that it runs. Cases marked `core` are always in the core.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def function_of(nodeid: str) -> str:
 
 
 def leave_out(items: Iterable[pytest.Item], seconds: Mapping[str, float], part: str | None = None) -> None:
-    """Mark as slow the cases that the core has no time for. `part`: "K/N", leave the Kth of N parts of them unmarked."""
+    """Mark as slow the cases that the core has no time for. `part`: "K/N" = leave the Kth of N parts unmarked."""
     cases = defaultdict[str, list[pytest.Item]](list)
     for item in items:
         if function_of(item.nodeid) in seconds and not any(map(item.get_closest_marker, ("slow", "core"))):

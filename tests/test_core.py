@@ -58,3 +58,22 @@ def test_all_parts_run_all_that_the_core_leaves_out() -> None:
     of = [{*core_of([Case(name) for name in names], {"a.py::dear": 0.25}, f"{part}/10")} for part in range(10)]
     assert len(set.intersection(*of)) == 2
     assert len(set.union(*of)) == 60
+
+
+def test_what_was_weighed_is_kept_beside_what_was_not(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = tmp_path / "seconds.json"
+    file.write_text('{"a.py::old": 3.0, "a.py::now_cheap": 2.0}')
+    monkeypatch.setattr("tests.core.SECONDS", file)
+    weigher = Weigher()
+    for nodeid, seconds in (
+        ("a.py::new[1]", 0.2),
+        ("a.py::new[2]", 9.0),
+        ("a.py::new[3]", 0.4),
+        ("a.py::now_cheap", 0.01),
+    ):
+        report: Any = pytest.TestReport(
+            nodeid, ("a.py", 1, ""), {}, "passed", None, "teardown", user_properties=[("cpu", seconds)]
+        )
+        weigher.pytest_runtest_logreport(report)
+    weigher.pytest_sessionfinish()
+    assert file.read_text().split() == ["{", '"a.py::new":', "0.4,", '"a.py::old":', "3.0", "}"]

@@ -9,17 +9,19 @@ values from those below and the layer's keys, by least squares on other texts; t
 middle on, two layers share directions, interpolated between theirs; lengths are each layer's own, and the 5 % of slots
 that differ most are kept as they are. explained: share of the square of what a layer's mean leaves, with which
 prediction does away. error: of the heads' outputs for the newest 32 queries, relative, mean over layers. bytes: of one
-token, scales and lengths included, the predictors not.
+token, scales and lengths included, the predictors not. Unless they are held in full, each pass predicts all keys and
+values anew; how long that takes is told in passes of one row over the same text in full precision, by CPU time.
 """
 
 from __future__ import annotations
 
 import sys
 import tempfile
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from statistics import fmean
+from statistics import fmean, median
 from typing import Any
 
 import torch
@@ -28,6 +30,9 @@ from torch import Tensor
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from kvcli.bench.texts import text_of
+from kvcli.engine.engine import run
+from kvcli.engine.forward_request import ForwardRequest
+from kvcli.engine.forward_request import Rows as PassRows
 from kvcli.engine.hf.rope import rotaries
 from kvcli.heads.sample import ProbeSample, samples
 from kvcli.kernels.rope import rotate, unrotate
@@ -39,7 +44,7 @@ from tests.bench.kv_quality import Text, asked, opened
 
 HELD_OUT, OTHERS = 5_000, 6_000  # seeds of the texts that are asked about, and of those that predictors are fitted on
 FITTED = 2  # texts
-QUERIES = 32  # newest rows whose outputs are compared
+QUERIES, REPS = 32, 7  # newest rows whose outputs are compared; of times
 APART = 0.05  # share of slots that MiniCache keeps as they are
 TOWARDS = 0.6  # how far from the lower layer's direction to the upper one's
 KV = tuple[Tensor, Tensor]  # keys and values of a layer [K, S, D]
@@ -212,6 +217,28 @@ class Held:
         return {"right": right, "error": loss(newest, self.layers, layers, scales)}
 
 
+def times_of_a_pass(held: Held, aqua: Aqua) -> float:
+    """How many passes of one row behind the text take as long as predicting its keys and values, which each needs."""
+    session, layers = held.model.new_session(), held.unrotated()
+    held.text.read_by(session)
+    rows = PassRows.chain(held.sample.context[-1:], held.text.n)
+
+    def predict() -> None:
+        for below, (k, _), weights in zip(layers[:-1], layers[1:], aqua.weights[1:], strict=True):
+            assert weights is not None
+            by_slots(below[0]) @ weights[0], by_slots(below[1], k) @ weights[1]
+
+    def plain() -> None:
+        run([ForwardRequest(held.model.lm, rows, session.cache, want=range(1))])
+
+    took: dict[Any, list[float]] = {predict: [], plain: []}
+    for work in [predict, plain] * (REPS + 1):
+        began = time.thread_time()
+        work()
+        took[work].append(time.thread_time() - began)
+    return median(took[predict][1:]) / median(took[plain][1:])
+
+
 def token_bytes(layers: Sequence[KV], bits: Callable[[int, int], float]) -> float:
     """Bytes of a token where an element of a layer takes so many bits; `bits`(layer, head size)."""
     return sum(x.shape[0] * x.shape[2] * bits(layer, x.shape[2]) / 8 for layer, kv in enumerate(layers) for x in kv)
@@ -248,7 +275,6 @@ def sides(fitted: Sequence[Held], aquas: Mapping[Few, Aqua]) -> dict[str, Side]:
 
 @measurement(
     "Keys and values predicted from, or merged with, another layer's: {model}, {texts} texts of {length} tokens",
-    is_counts=True,
 )
 def across_layers(model: str = "demo", texts: int = 24, length: int = 2048) -> Rows:
     loaded: Any = opened(model, Path(tempfile.gettempdir(), "kvcli-kv-quality"), {"load.dtype": "fp32"})
@@ -273,7 +299,7 @@ def across_layers(model: str = "demo", texts: int = 24, length: int = 2048) -> R
     return {
         f"explained over {few}": [round(fmean(each), 3) for each in zip(*aqua.explained, strict=True)]
         for few, aqua in aquas.items()
-    }
+    } | {"predictions, in passes of one row": round(times_of_a_pass(fitted[0], aquas[forms[0]]), 2)}
 
 
 if __name__ == "__main__":

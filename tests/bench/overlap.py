@@ -2,7 +2,7 @@
 
     python tests/bench/overlap.py [--ctx 2048] [--drafts 2,4,8] [--seconds 2] [--reps 5] [--out FILE]
 
-PEARL (arXiv 2408.11850) and SpecBranch (arXiv 2506.00519) draft the next tokens while the target model verifies the
+PEARL (arXiv 2408.11850) and SpecBranch (arXiv 2506.01979) draft the next tokens while the target model verifies the
 last ones. In turns: passes of both models one after the other, each with all threads. At once: in two processes, the
 target model with all threads but one, the draft model with one, each pass timed beside the other model's. "at best":
 how many times as fast a round is at once, if every token drafted meanwhile is of use. Random models of 152M and some 6M
