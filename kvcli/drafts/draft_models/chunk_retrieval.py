@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from kvcli.drafts.draft_models.draft_model import DraftModel
 from kvcli.drafts.draft_models.separate_model import SeparateDraftModel
 from kvcli.engine.forward_request import ForwardRequest, NeededTensors, Passes, Rows
 from kvcli.engine.sequence.commit import commit
@@ -314,7 +315,9 @@ class ChunkRetrievalModel(SeparateDraftModel):
 
     # ---- passes ----
 
-    def catch_up(self, want: int = 1, most: float = math.inf, deeper: int = 0) -> Passes[list[list[float]]]:
+    draft_chain = DraftModel.draft_chain  # none: the host reads in `catch_up` how sure the draft model is
+
+    def catch_up(self, want: int = 1, most: float = math.inf) -> Passes[list[list[float]]]:
         self._cut(len(self._text) - 1)
         if self._looks():
             yield from self._choose()

@@ -142,9 +142,20 @@ class SeparateDraftModel(DraftModel):
             self._settle(most)
         self._settle(self._newest)
 
-    def catch_up(self, want: int = 1, most: float = math.inf, deeper: int = 0) -> Passes[list[list[float]]]:
+    def catch_up(self, want: int = 1, most: float = math.inf) -> Passes[list[list[float]]]:
         """Cover the sequence to its end by a prefill of at most `most` of its newest tokens -> the hook output of the
-        last `want` rows and, on an accelerator, of `deeper` first choices after them."""
+        last `want` rows."""
+        result = yield from self._covered(want, most)
+        return [result.hook_output(i) for i in range(want)]
+
+    def draft_chain(self, n: int) -> Passes[Sequence[ForwardResult]]:
+        """Run the passes on an accelerator; on a CPU the host waits for nothing."""
+        if not self.lm.is_on_accelerator:
+            return ()
+        result = yield from self._covered()
+        return (yield from self._tree().grow_chain(result, n - 1, top))
+
+    def _covered(self, want: int = 1, most: float = math.inf) -> Passes[ForwardResult]:
         self._cut(len(self._text) - 1)  # `catch_up` is called again after the verification pass failed
         yield from self._pass_over(min(most, self._newest))
         while self.n_uncovered > max(CHUNK, want):
@@ -152,10 +163,7 @@ class SeparateDraftModel(DraftModel):
             yield from self._feed(self._text[self._n : self._n + CHUNK])
         self._make_room(self.n_uncovered)
         self._states.mark()
-        result, drafted = (yield from self._feed(self._text[self._n :], want)), list[list[float]]()
-        if deeper:
-            drafted = yield from self._tree().grow_chain(result, deeper, top)
-        return [*(result.hook_output(i) for i in range(want)), *drafted]
+        return (yield from self._feed(self._text[self._n :], want))
 
     def continue_from(self, ids: Sequence[int], parents: Sequence[int]) -> Passes[list[list[float]]]:
         """Return the hook output of draft rows after the sequence, which must be covered."""

@@ -158,8 +158,9 @@ class CapturedPass:
                 hidden[: part.request.rows.n_rows].copy_(part.request.hidden)
         self._graphs.send(here, self._there)
         for there, part in zip(self._rows, parts, strict=True):
-            if (before := part.request.follows) is not None:
-                there.ids[:] = int(before.hook_output(0)[0]) if before.choices is None else before.choices[0, 0]
+            for row, before in part.request.rows.follows.items():
+                token = before.hook_output(0)[0] if before.choices is None else before.choices[0, 0]
+                there.ids[row] = token
         self._pass()
 
     def _made(
