@@ -47,7 +47,8 @@ class TokenIds(Sequence[int]):
         return len(self._ids)
 
     def __getitem__(self, i: Any) -> Any:
-        return int(self._follows[i].hook_output(0)[0]) if i in self._follows else self._ids[i]
+        at = range(len(self))[i]
+        return int(self._follows[at].hook_output(0)[0]) if at in self._follows else self._ids[at]
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,8 +131,7 @@ class Rows:
             return Rows.chain([pending], at, draft.ahead)
         if draft.follows:
             unread = dict(enumerate(draft.follows, start=1))
-            ids = TokenIds([pending, *(-1 for _ in unread)], unread)
-            return replace(Rows.chain(ids, at), follows=unread)
+            return replace(Rows.chain(TokenIds([pending, *draft.ids], unread), at), follows=unread)
         parent = [-1, *(p + 1 for p in draft.parent)]  # node i of the draft is row i + 1
         is_chain = all(p == i - 1 for i, p in enumerate(parent))
         if is_chain and draft.lookahead is None:
@@ -262,9 +262,8 @@ class ForwardRequest:
     # None = the embedded tokens are the input
     hidden: Tensor | None = None
     only_kv: bool = False  # the pass ends once it has the keys and values of the last of these layers
-    record_hidden_states: tuple[
-        int, ...
-    ] = ()  # layers whose inputs are returned, of wanted rows; -1 = the output layer
+    # layers whose inputs are returned, of wanted rows; -1 = the output layer
+    record_hidden_states: tuple[int, ...] = ()
 
     @property
     def is_preparing(self) -> bool:
@@ -298,11 +297,8 @@ class ForwardResult:
     # advances the recurrent states by so many rows; None = no recurrent layers
     fold: Callable[[int], None] | None = None
     company: Company | None = None  # what shared a decoding pass; None = nothing
-    choices: Tensor | None = None  # [n, m]: hook output on the device, for the next pass; None = only the host has it
-
-    def with_own_choices(self) -> ForwardResult:
-        """Return the result with choices that no later pass overwrites."""
-        return self if self.choices is None else replace(self, choices=self.choices.clone())
+    # of a draft pass [n, m]: hook output on the device, which no later pass overwrites; None = only the host has it
+    choices: Tensor | None = None
 
 
 Passes = Generator[ForwardRequest, ForwardResult, T]  # generator that may request forward passes; it returns T

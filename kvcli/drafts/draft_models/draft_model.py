@@ -81,7 +81,7 @@ class DraftModel(Protocol):
 
     def draft_chain(self, n: int) -> Passes[Sequence[ForwardResult]]:
         """Cover the sequence and draft n tokens, each the first choice of the pass before, which the host need not
-        read -> the passes whose first choices these are; () = without a pass: `catch_up` and `continue_from` draft."""
+        read -> the passes whose first choices these are, on a CPU the first. () = no pass is run: use `catch_up`."""
         yield from ()
         return ()
 

@@ -84,26 +84,20 @@ class SelfDraftModel(DraftModel):
     def catch_up(self, want: int = 1, most: float = math.inf) -> Passes[list[list[float]]]:
         """Return the hook output of the pending token's row."""
         assert want == 1, "more than one hook output is wanted"
-        result = yield from self._pending()
+        (result,) = yield from self.draft_chain(1)
         return [result.hook_output(0)]
 
     def draft_chain(self, n: int) -> Passes[Sequence[ForwardResult]]:
-        """Run the passes on an accelerator; on a CPU the host waits for nothing."""
-        if not self.lm.is_on_accelerator:
-            return ()
-        result = yield from self._pending()
-        assert self._ahead is not None
-        return (yield from self._ahead.grow_chain(result, n - 1, top, self._skipping.runs))
-
-    def _pending(self) -> Passes[ForwardResult]:
-        """Run the pending token."""
+        """Run the pending token and, on an accelerator, draft n tokens."""
         assert self._context is not None, "no KV cache is bound"
         view, kv = self._context.view, self._context.cache
         past = DraftCacheView(kv if view is None else view, kv.dtype)
         yield from self._skipping.improve(kv, past, self._newest, self.length)
         self._ahead = DraftTreeKV(self.lm, past, self.length - 1, buffers=self._buffers)
         self._buffers = self._ahead.buffers
-        return (yield from self._ahead.add(self._newest[-1:], [-1], logits_hook=top, layers=self._skipping.runs))
+        ahead, runs = self._ahead, self._skipping.runs
+        result = yield from ahead.add(self._newest[-1:], [-1], logits_hook=top, layers=runs)
+        return (yield from ahead.grow_chain(result, n - 1, top, runs))
 
     def continue_from(self, ids: Sequence[int], parents: Sequence[int]) -> Passes[list[list[float]]]:
         """Return the hook output of draft rows after the pending token, which is the root of their tree."""

@@ -145,17 +145,11 @@ class SeparateDraftModel(DraftModel):
     def catch_up(self, want: int = 1, most: float = math.inf) -> Passes[list[list[float]]]:
         """Cover the sequence to its end by a prefill of at most `most` of its newest tokens -> the hook output of the
         last `want` rows."""
-        result = yield from self._covered(want, most)
+        (result,) = yield from self.draft_chain(1, want, most)
         return [result.hook_output(i) for i in range(want)]
 
-    def draft_chain(self, n: int) -> Passes[Sequence[ForwardResult]]:
-        """Run the passes on an accelerator; on a CPU the host waits for nothing."""
-        if not self.lm.is_on_accelerator:
-            return ()
-        result = yield from self._covered()
-        return (yield from self._tree().grow_chain(result, n - 1, top))
-
-    def _covered(self, want: int = 1, most: float = math.inf) -> Passes[ForwardResult]:
+    def draft_chain(self, n: int, want: int = 1, most: float = math.inf) -> Passes[Sequence[ForwardResult]]:
+        """Cover the sequence as `catch_up`, and draft n tokens on an accelerator."""
         self._cut(len(self._text) - 1)  # `catch_up` is called again after the verification pass failed
         yield from self._pass_over(min(most, self._newest))
         while self.n_uncovered > max(CHUNK, want):
@@ -163,7 +157,8 @@ class SeparateDraftModel(DraftModel):
             yield from self._feed(self._text[self._n : self._n + CHUNK])
         self._make_room(self.n_uncovered)
         self._states.mark()
-        return (yield from self._feed(self._text[self._n :], want))
+        result = yield from self._feed(self._text[self._n :], want)
+        return (yield from self._tree().grow_chain(result, n - 1, top)) if n > 1 else [result]
 
     def continue_from(self, ids: Sequence[int], parents: Sequence[int]) -> Passes[list[list[float]]]:
         """Return the hook output of draft rows after the sequence, which must be covered."""

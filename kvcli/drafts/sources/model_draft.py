@@ -70,8 +70,7 @@ class ModelDraft:
         self.spent = 0.0  # seconds of draft passes before the running step
         self.is_fixed = False  # every draft has `depth` tokens
         self.is_whole = False  # its first choices are the whole draft: no alternatives, no other source
-        # passes of a chain that the host has not read, whose first choices are the draft
-        self.unread: Sequence[ForwardResult] = ()
+        self.unread: Sequence[ForwardResult] = ()  # passes whose first choices are the draft, as a chain, unread
         self.why = ""  # reason in words why no draft is made
         self.fault = ""  # error that occurred in this sequence
         self.depth, self._vocab, self._share, self._ends = depth, target.vocab, share, frozenset(ends)
@@ -156,7 +155,7 @@ class ModelDraft:
             began, rows = self.clock(), self.draft_model.n_uncovered
             passes = (yield from self.draft_model.draft_chain(most)) if self._is_known_chain else ()
             # ids that only the draft model has are no rows of the target
-            if passes and self.is_whole and passes[0].logits.shape[1] <= self._vocab:
+            if len(passes) == most and self.is_whole and passes[0].logits.shape[1] <= self._vocab:
                 self.unread = passes
                 return
             found = [of.hook_output(0) for of in reversed(passes)][::-1] or (yield from self.draft_model.catch_up())

@@ -76,11 +76,11 @@ class DraftTreeKV(BorrowingReader):
         self, result: ForwardResult, n: int, logits_hook: LogitsHook, layers: Sequence[range] = ()
     ) -> Passes[list[ForwardResult]]:
         """Run n passes of one row each, whose token is the first choice of the pass before, of `result` for the first.
-        Return `result` and theirs, whose choices stay on the device: it hands the tokens on without the host."""
-        passes = [result.with_own_choices()]
-        for _ in range(n):
+        Return `result` and theirs. The host need not read the tokens, which the device hands on; a CPU runs no pass."""
+        passes = [result]
+        for _ in range(n if self._lm.is_on_accelerator else 0):
             of = yield from self.add([-1], [len(self) - 1], logits_hook=logits_hook, layers=layers, follows=passes[-1])
-            passes.append(of.with_own_choices())
+            passes.append(of)
         return passes
 
     def add(
@@ -106,12 +106,12 @@ class DraftTreeKV(BorrowingReader):
         self._tree_mask, self._masks, self._sent = torch.from_numpy(tree_mask), {}, {}
         self.buffers = self.buffers.grown(len(above))
         self._pos, self._sees = [self._at + len(seen) - 1 for seen in above], above[n_before:]
-        no_parents = (-1,) * n  # these rows are never verified
         states = None if self._states is None else self._behind(parents[0], self._states)
         assert states is None or [*parents[1:]] == [*range(n_before, n_before + n - 1)], "draft tokens are no chain"
         mask = self._tree_mask[:, n_before:] if n > 1 and states is None else None
         unread = {} if follows is None else {0: follows}
-        rows = Rows(TokenIds(ids, unread) if unread else ids, self._pos[n_before:], mask, tree=n, parent=no_parents, follows=unread)
+        known = TokenIds(ids, unread) if unread else ids
+        rows = Rows(known, self._pos[n_before:], mask, tree=n, parent=(-1,) * n, follows=unread)  # never verified
         for run in layers[:-1]:
             hidden = (yield ForwardRequest(self._lm, rows, self, layers=run, hidden=hidden)).hidden
         last = layers[-1] if layers else None
@@ -122,7 +122,7 @@ class DraftTreeKV(BorrowingReader):
         )  # fmt: skip
         if states is not None and result.fold is not None:
             self._folds += [(result.fold, states, i + 1) for i in range(n)]
-        self._follows |= {n_before: of for of in unread.values()}
+        self._follows |= {n_before + row: of for row, of in unread.items()}
         self.ids += ids
         self.parents += parents
         self._above, self._commit_rows = above, result.commit_rows
