@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from importlib import import_module
 from typing import Any
 
 import torch
@@ -19,7 +20,6 @@ from kvcli.kernels.attend_new_tokens import attend_new_tokens
 from kvcli.kernels.attend_new_tokens.reference import attend_new_tokens as fresh_reference
 from kvcli.kernels.attend_quantized import PackedHead, attend_quantized
 from kvcli.kernels.attention_mass import attention_mass
-from kvcli.kernels.gated_delta import implementation
 from kvcli.kernels.gated_delta import reference as delta_reference
 from kvcli.kernels.gumbel_noise import gumbel
 from kvcli.kernels.linear_quantized import QuantizedWeight, linear_quantized, pack
@@ -189,7 +189,7 @@ def _recurrence(size: Size, noise: Generator) -> Inputs:
 
 
 def _recurrent(x: Inputs, *, is_reference: bool) -> Sequence[Tensor]:
-    of = delta_reference if is_reference else implementation(x["state"])
+    of = delta_reference if is_reference else import_module("kvcli.kernels.gated_delta.fused")
     n = len(x["rows"][0])
     return *of.gated_delta(*x["rows"], x["state"]), of.causal_conv(x["x"], x["w"], None, n, True)
 
