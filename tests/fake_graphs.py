@@ -119,7 +119,7 @@ class FakeGraphs:
         self.copies.append(one := (here, now))
 
         def wait() -> None:
-            self.waits += 1
+            self.waits += any(one is left for left in self.copies)  # what has arrived is there
             while any(one is left for left in self.copies):
                 first, of_first = self.copies.pop(0)
                 first.copy_(of_first)

@@ -51,13 +51,38 @@ def written(session: Any, graphs: FakeGraphs) -> tuple[list[list[int]], list[int
     return steps, waits
 
 
+# a chain goes to the target unread; of a tree with alternatives the host first chooses the likeliest
+@pytest.mark.parametrize(("branches", "most"), [(1, 1), (3, 2)])
 @pytest.mark.parametrize("side", SIDES)
-def test_a_round_of_a_fixed_draft_waits_for_the_draft_and_for_the_target(side: str) -> None:
-    graphs = FakeGraphs()
-    steps, waits = written(opened(models(side, graphs)), graphs)
-    assert steps == written(opened(models(side, None)), graphs)[0], "the drafts of single operations"
+def test_a_round_of_a_fixed_draft_waits_once_unless_its_shape_is_chosen(side: str, branches: int, most: int) -> None:
+    graphs, sets = FakeGraphs(), f"spec.branches={branches}"
+    steps, waits = written(opened(models(side, graphs), sets), graphs)
+    assert steps == written(opened(models(side, None), sets), graphs)[0], "the drafts of single operations"
     assert max(map(len, steps)) > DEPTH
-    assert max(waits[1:]) == 2, "the first round times its passes"
+    assert max(waits[1:]) == most, "the first round times its passes"
+
+
+def test_what_is_learned_of_an_unread_draft_is_that_of_a_read_one() -> None:
+    reports = []
+    for graphs in (FakeGraphs(), None):
+        session = opened(models("unlike", graphs), "spec.branches=1")
+        written(session, graphs or FakeGraphs())
+        reports.append(session.drafter.report())
+    assert reports[0].accepted_by == reports[1].accepted_by
+    assert reports[0].by_source == reports[1].by_source
+
+
+def test_of_an_unread_draft_that_the_answers_end_cuts_off_the_text_is_the_same() -> None:
+    """Nobody reads that a draft goes on behind the end of an answer; verification ends there."""
+    plain, graphs = opened(models("alike", None), "spec.branches=1"), FakeGraphs()
+    written(plain, graphs)
+    text = plain.ids[len(PROMPT) :]
+    ends = next(token for i, token in enumerate(text) if i > DEPTH and token not in text[:i])
+    session = opened(models("alike", graphs), "spec.branches=1")
+    session.drafter._chain._ends = frozenset({ends})
+    run_to_end(session.stream(NEW, {ends}))
+    assert session.ids[len(PROMPT) :] == text[: text.index(ends) + 1]
+    assert session.committed == len(session.ids) - 1
 
 
 def test_where_a_draft_ends_by_what_its_passes_find_each_pass_is_waited_for() -> None:
@@ -71,7 +96,7 @@ def test_fixed_drafts_of_two_texts_share_their_passes() -> None:
     alone = opened(pair)
     written(alone, graphs)
     pair = models("unlike", graphs)
-    texts = [opened(pair), opened(pair)]
+    texts = [opened(pair, "spec.branches=1"), opened(pair, "spec.branches=1")]
     tasks = generate_together(*(text.stream(NEW) for text in texts))
     assert all(task.error is None for task in tasks)
     assert [text.ids[: len(PROMPT) + NEW] for text in texts] == [alone.ids[: len(PROMPT) + NEW]] * 2

@@ -93,14 +93,8 @@ def gated_delta_kernel(
         b_s += b_k[:, None] * b_v[None, :]
         b_out = tl.sum(b_s * (b_q / ROOT)[:, None], 0)
         tl.store(p_out + i_v, b_out.to(p_out.dtype.element_ty), mask=m_out)
-        p_q, p_k, p_v, p_g, p_beta, p_out = (
-            p_q + q_step,
-            p_k + k_step,
-            p_v + v_step,
-            p_g + H,
-            p_beta + H,
-            p_out + H * DV,
-        )
+        p_q, p_k, p_v = p_q + q_step, p_k + k_step, p_v + v_step
+        p_g, p_beta, p_out = p_g + H, p_beta + H, p_out + H * DV
     tl.store(p_behind + at, b_s, mask=(i_k < DK * writes_state)[:, None] & m_v[None, :])
 
 

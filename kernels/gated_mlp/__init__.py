@@ -19,10 +19,9 @@ from torch import Tensor, dtype, nn
 
 from kvcli.kernels import native as built
 from kvcli.kernels.gated_mlp.reference import ACTIVATIONS as KNOWN
-from kvcli.kernels.linear import InPanels
+from kvcli.kernels.linear import KernelLinear
 from kvcli.kernels.linear_epilogue.module import merged, share_
-from kvcli.kernels.linear_skinny import linear_skinny
-from kvcli.kernels.linear_skinny.module import OnWeight
+from kvcli.kernels.linear_skinny import Weight, linear_skinny
 from kvcli.kernels.linear_skinny.reference import BLOCK
 from kvcli.kernels.module_probe import first_and_last, group_by_kind, kind, probe_output
 
@@ -41,14 +40,13 @@ class Product(ctypes.Structure):
 
 def type_of(layer: Any) -> dtype | None:
     """Return the dtype of a linear layer's inputs; None if the module is no linear layer, or has no product of ours."""
-    is_ours = isinstance(layer, OnWeight) or (isinstance(layer, InPanels) and layer.panels is not None)
-    found: dtype | None = layer.dtype if is_ours else None
+    found = layer.dtype if isinstance(layer, KernelLinear) and layer.as_weight is not None else None
     return found if found is None or layer.bias is None or layer.bias.dtype == found else None
 
 
 def product_of(layer: Any) -> tuple[Product, list[Tensor | None]]:
     """Return the struct for a layer on a CPU that has a `type_of`, and the tensors that own its memory."""
-    *tensors, format = layer.panels
+    *tensors, format = layer.as_weight
     keeps = [*tensors, layer.bias]
     at = (None if t is None else t.data_ptr() for t in keeps)
     return Product(*at, layer.out_features, layer.in_features, format), keeps
@@ -101,8 +99,7 @@ class NativeMlp:
     def __call__(self, hidden: Tensor) -> Tensor:
         if hidden.dtype == self.dtype:
             return gated_mlp(hidden, self.mlp)
-        own = self._own()
-        assert own is not None
+        own: Any = self._own()
         return own(hidden)
 
 
@@ -124,8 +121,7 @@ class FusedMlp:
     def __call__(self, hidden: Tensor) -> Tensor:
         if hidden.dtype == self.dtype:
             return self.run(hidden.reshape(-1, hidden.shape[-1]).contiguous(), None).view(hidden.shape)
-        own = self._own()
-        assert own is not None
+        own: Any = self._own()
         return own(hidden)
 
     def run(self, x: Tensor, residual: Tensor | None) -> Tensor:
@@ -159,11 +155,10 @@ class Way:
 
     def of(self, module: nn.Module) -> NativeMlp | FusedMlp:
         linears = self.linears(module)
-        return (FusedMlp if isinstance(linears[0], OnWeight) else NativeMlp)(linears, self.act, module.forward)
+        return (FusedMlp if isinstance(linears[0].as_weight, Weight) else NativeMlp)(linears, self.act, module.forward)
 
-    def linears(self, module: nn.Module) -> list[nn.Module]:
-        linears = _linears(module)
-        return [linears[i] for i in self.order]
+    def linears(self, module: nn.Module) -> list[Any]:
+        return [_linears(module)[i] for i in self.order]
 
 
 def _linears(module: nn.Module) -> list[nn.Module]:
@@ -195,7 +190,7 @@ def _activation(module: nn.Module) -> str | None:
 
 def _is_same(module: nn.Module, way: Way) -> bool:
     """True if both agree on random rows, up to the few numbers whose activation is rounded differently."""
-    linears: list[Any] = way.linears(module)
+    linears = way.linears(module)
     gate, up, down = ((linear.out_features, linear.in_features) for linear in linears)
     if gate != up or gate != (down[1], down[0]):
         return False

@@ -200,15 +200,15 @@ def plain(a: Any) -> Any:
 
 
 @runtime_checkable
-class InPanels(Protocol):
-    """Linear layer whose weight native calls for several layers read, too."""
+class KernelLinear(Protocol):
+    """Linear layer on kernels of ours, so that one call can compute it with others."""
 
-    dtype: torch.dtype
+    dtype: torch.dtype  # of inputs
 
     @property
-    def panels(self) -> tuple[Tensor, Tensor | None, int] | None:
-        """The weight in panels, its scales, and the address of its `Format`, 0 for numbers; None if it cannot be
-        multiplied natively."""
+    def as_weight(self) -> Any:
+        """The weight as such calls take it: on a GPU as `Weight` (linear_skinny); on a CPU in panels, with its scales
+        and the address of its `Format`, 0 for numbers. None if it cannot be multiplied natively."""
 
 
 class NativeLinear(nn.Module):
@@ -227,7 +227,7 @@ class NativeLinear(nn.Module):
         return linear(x, self.packed, self.bias, self.out_features)
 
     @property
-    def panels(self) -> tuple[Tensor, None, int]:
+    def as_weight(self) -> tuple[Tensor, None, int]:
         return self.packed, None, 0
 
     def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:

@@ -11,14 +11,13 @@ from torch import nn
 
 from kvcli.kernels.linear_epilogue import MergedLinear
 from kvcli.kernels.linear_skinny import Weight
-from kvcli.kernels.linear_skinny.module import OnWeight
 
 
 def merged(layers: Sequence[nn.Module]) -> MergedLinear | None:
     """Return layers of the same inputs as one product, with copies of their weights if there are several; None if they
     cannot be one."""
     skinny: list[Any] = [*layers]
-    weights = [layer.as_weight for layer in layers if isinstance(layer, OnWeight)]
+    weights = [w for layer in layers if isinstance(w := getattr(layer, "as_weight", None), Weight)]
     if len(weights) < len(layers):
         return None
     weight = weights[0] if len(weights) == 1 else Weight.merged(weights)

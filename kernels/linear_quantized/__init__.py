@@ -218,7 +218,7 @@ class PackedLinear(nn.Module):
         return QuantizedWeight(self.format, shape, self.data, self.scale, self.is_native)
 
     @property
-    def panels(self) -> tuple[Tensor, Tensor, int] | None:
+    def as_weight(self) -> tuple[Tensor, Tensor, int] | None:
         return (self.data, self.scale, self.format.address) if self.is_native and serves(self.dtype) else None
 
     @property

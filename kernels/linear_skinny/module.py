@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Protocol, runtime_checkable
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -15,22 +15,6 @@ from kvcli.kernels.linear_quantized import PackedLinear
 from kvcli.kernels.linear_skinny import Weight, linear_skinny, of_packed, pack_nf4, plain, reference, why_not
 
 BLOCK = 64  # inputs per nf4 scale
-
-
-@runtime_checkable
-class OnWeight(Protocol):
-    """Linear layer that multiplies by the kernels, and so can be joined with others of the same inputs."""
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """Data type of the inputs."""
-
-    @property
-    def as_weight(self) -> Weight:
-        """The weight [N, K] of all that it multiplies."""
-
-    def be_part_of(self, weight: Weight, bias: Tensor | None, part: slice) -> None:
-        """Compute a part of the outputs of a weight that layers share, and free the own one."""
 
 
 class SkinnyLinear(nn.Linear):
@@ -46,6 +30,7 @@ class SkinnyLinear(nn.Linear):
         return Weight("plain", (self.out_features, self.in_features), self.weight, self.arrivals)
 
     def be_part_of(self, weight: Weight, bias: Tensor | None, part: slice) -> None:
+        """Compute a part of the outputs of this weight, which other layers may share."""
         self.weight = nn.Parameter(weight.data[part], requires_grad=False)
 
     @property

@@ -8,6 +8,7 @@ bytes at once. Two words make the results: those of the first word, then those o
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from itertools import product
 
 import torch
 
@@ -25,6 +26,7 @@ BOOKS: dict[str, tuple[float, ...]] = {"nf4": NF4, "iq4": IQ4, "mxfp4": MXFP4}  
 # would lose more than fp16 rounds
 ABOVE = {torch.bfloat16: 128, torch.float16: 0}
 OF4, OF8 = "=r,=r,=r,=r,=r,=r,=r,=r,r,r", "=r,=r,=r,=r,r,r"  # constraints of 4 and 8 bits
+OF_BYTES = "=r,=r,=r,=r,r"  # of `int4_bytes`
 
 
 def int4(dtype: torch.dtype) -> str:
@@ -37,6 +39,23 @@ def int4(dtype: torch.dtype) -> str:
             lines.append(f"shr.b32 t, {source}, {4 * pair}; lop3.b32 {to}, t, m, e, 0xEA;")
             lines += [] if bf16 else [f"sub.f16x2 {to}, {to}, e;"]
     return f"{{ {' '.join(lines)} }}"
+
+
+def int4_bytes(dtype: torch.dtype) -> str:
+    """Return PTX from four bytes of codes 0..15 to -8..7: those of the low halves, then those of the high halves. A
+    code becomes the last bits of 128 (bf16) or 1024 (fp16), from which that and 8 are subtracted."""
+    exponent, one, less, kind = {
+        torch.bfloat16: ("0x43434343", "0x3F803F80", "0xC308C308", "bf16x2"),  # 1, -136
+        torch.float16: ("0x64646464", "0x3C003C00", "0xE408E408", "f16x2"),  # 1, -1032
+    }[dtype]
+    widen = "".join(
+        f"prmt.b32 ${i}, {half}, e, {order}; fma.rn.{kind} ${i}, ${i}, one, less;"
+        for i, (half, order) in enumerate(product("lh", ("0x4140", "0x4342")))
+    )
+    return (
+        "{ .reg .b32 l, h, e, one, less; and.b32 l, $4, 0x0F0F0F0F; shr.u32 h, $4, 4; and.b32 h, h, 0x0F0F0F0F;"
+        f"mov.b32 e, {exponent}; mov.b32 one, {one}; mov.b32 less, {less}; {widen} }}"
+    )
 
 
 def int8(dtype: torch.dtype) -> str:

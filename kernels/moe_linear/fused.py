@@ -15,7 +15,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kvcli.kernels.moe_linear import ExpertTensors, ptx
+from kvcli.kernels.linear_skinny import ptx
+from kvcli.kernels.moe_linear import ExpertTensors
 
 FEW = 64  # rows of a decoding pass, at most
 TILES = (16, 64)  # rows of an expert at a time: of decoding passes, and of prompts
@@ -23,7 +24,7 @@ PP = 512  # pairs that a program lists
 BN = 64  # outputs of a program
 BLOCK = 256  # outputs of a program of `combine_kernel`
 OPTIONS = {"num_warps": 4, "num_stages": 3, "enable_fp_fusion": False}
-CONSTRAINTS = tl.constexpr(ptx.CONSTRAINTS)
+CONSTRAINTS = tl.constexpr(ptx.OF_BYTES)
 
 
 def experts(
@@ -58,7 +59,7 @@ def products(x: Tensor, w: ExpertTensors, order: Tensor, table: Tensor, top: int
         x, w.data, scale, x if w.bias is None else w.bias, order, table, y, table.shape[1],
         w.data.stride(0), scale.stride(0),
         N=w.n, K=w.k, TOP=top, GROUP=w.group, BM=tile, BN=BN, BK=w.step, KIND=w.kind, IS_TURNED=w.is_turned,
-        HAS_BIAS=w.bias is not None, ASM=ptx.int4(x.dtype) if x.is_cuda and w.kind == "int4" else "", **OPTIONS,
+        HAS_BIAS=w.bias is not None, ASM=ptx.int4_bytes(x.dtype) if x.is_cuda and w.kind == "int4" else "", **OPTIONS,
     )  # fmt: skip
     return y
 

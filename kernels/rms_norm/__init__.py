@@ -10,6 +10,7 @@ import ctypes
 from collections.abc import Callable
 from functools import cache
 from inspect import signature
+from typing import Any
 from weakref import WeakMethod
 
 import torch
@@ -96,8 +97,7 @@ class NativeNorm:
     def __call__(self, hidden: Tensor) -> Tensor:
         if hidden.dtype == self.weight.dtype:
             return rms_norm(hidden, self.norm)
-        own = self._own()
-        assert own is not None
+        own: Any = self._own()
         return own(hidden)
 
 
@@ -115,8 +115,7 @@ class FusedNorm:
 
             normed = fused(hidden, self.norm)
             return normed if gate is None else (normed * silu(gate.float())).to(normed.dtype)
-        own = self._own()
-        assert own is not None
+        own: Any = self._own()
         return own(hidden) if gate is None else own(hidden, gate)
 
 

@@ -67,7 +67,6 @@ def _run(lm: LM, requests: Sequence[ForwardRequest]) -> Iterator[ForwardResult]:
     if (captured := captured_passes(lm)) is not None and (replayed := captured.run(requests)) is not None:
         yield from replayed
         return
-    requests = [request.with_known_ids() for request in requests]
     passes = [ForwardPass(request) for request in requests]
     way = BatchedPass(passes) if len(passes) > 1 else passes[0]
     if lm.recurrent_layers:
@@ -77,7 +76,7 @@ def _run(lm: LM, requests: Sequence[ForwardRequest]) -> Iterator[ForwardResult]:
     want: list[int] | None = [at + row for at, each in zip(starts, requests, strict=False) for row in each.want]
     if want == list(range(sum(n_rows))):
         want = None  # every row is wanted: no selection
-    ids, pos = requests[0].rows.ids, requests[0].rows.pos
+    ids, pos = [*requests[0].rows.ids], requests[0].rows.pos
     if len(requests) > 1:
         ids, pos = (
             [*chain.from_iterable(of)] for of in zip(*((r.rows.ids, r.rows.pos) for r in requests), strict=True)

@@ -8,9 +8,9 @@ or a batch of many.
 from __future__ import annotations
 
 from collections.abc import Callable, Generator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from inspect import isgenerator
-from typing import TYPE_CHECKING, Literal, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 import numpy as np
 import torch
@@ -36,6 +36,21 @@ NeededTensors = Literal["queries"] | tuple[int, ...]
 LAST_STATE = (-1,)  # the input of the output layer
 
 
+class TokenIds(Sequence[int]):
+    """Token ids, some of which the host has not read. To read one of these waits for the pass that found it."""
+
+    def __init__(self, ids: Sequence[int], follows: Mapping[int, ForwardResult]) -> None:
+        """`follows`: by index, as in `Rows`; these `ids` are not read."""
+        self._ids, self._follows = ids, follows
+
+    def __len__(self) -> int:
+        return len(self._ids)
+
+    def __getitem__(self, i: Any) -> Any:
+        at = range(len(self))[i]
+        return int(self._follows[at].hook_output(0)[0]) if at in self._follows else self._ids[at]
+
+
 @dataclass(frozen=True, slots=True)
 class LookaheadRows:
     """Lookahead rows, which are not verified and serve the drafter only (FAFO's fumbling, Lookahead's Jacobi
@@ -55,11 +70,13 @@ class Draft:
     Siblings have different ids.
     """
 
-    ids: list[int]
+    ids: Sequence[int]
     parent: list[int]
     lookahead: LookaheadRows | None = None
     needs: NeededTensors = ()  # tensors of the tree rows to return, in `Step.queries` or `Step.hidden`
     ahead: int = 0  # without draft tokens: one-row passes to come, which a captured pass may start early
+    # a chain that the host has not read: the first choices after the first row of each of these passes
+    follows: Sequence[ForwardResult] = ()
 
     @staticmethod
     def none(ahead: int = 0) -> Draft:
@@ -89,6 +106,8 @@ class Rows:
     parent: tuple[int, ...]  # [tree], -1 for row 0
     wanted: tuple[int, ...] = ()  # lookahead rows whose logits are wanted, after the tree's
     ahead: int = 0  # as in `Draft`; each such pass runs the token that the pass before it sampled
+    # by row, the pass after whose first row its token is the first choice: the host may have to wait to read that
+    follows: Mapping[int, ForwardResult] = field(default_factory=dict)
 
     @property
     def want(self) -> list[int]:
@@ -110,6 +129,9 @@ class Rows:
         """Return rows for the pending token at position `at`, the draft's tree below it, then its lookahead rows."""
         if not draft.ids and draft.lookahead is None:
             return Rows.chain([pending], at, draft.ahead)
+        if draft.follows:
+            unread = dict(enumerate(draft.follows, start=1))
+            return replace(Rows.chain(TokenIds([pending, *draft.ids], unread), at), follows=unread)
         parent = [-1, *(p + 1 for p in draft.parent)]  # node i of the draft is row i + 1
         is_chain = all(p == i - 1 for i, p in enumerate(parent))
         if is_chain and draft.lookahead is None:
@@ -240,22 +262,13 @@ class ForwardRequest:
     # None = the embedded tokens are the input
     hidden: Tensor | None = None
     only_kv: bool = False  # the pass ends once it has the keys and values of the last of these layers
-    record_hidden_states: tuple[
-        int, ...
-    ] = ()  # layers whose inputs are returned, of wanted rows; -1 = the output layer
-    # its first choice after its first row is the token of the only row, which the host has not read: `rows` has -1
-    follows: ForwardResult | None = None
+    # layers whose inputs are returned, of wanted rows; -1 = the output layer
+    record_hidden_states: tuple[int, ...] = ()
 
     @property
     def is_preparing(self) -> bool:
         """True if the pass neither samples a token nor prefills a prompt: it prepares such a pass."""
         return self.draw is None and not self.is_prompt
-
-    def with_known_ids(self) -> ForwardRequest:
-        """Return the request with the token of its row in `rows`, for which the host may wait."""
-        if self.follows is None:
-            return self
-        return replace(self, rows=replace(self.rows, ids=[int(self.follows.hook_output(0)[0])]), follows=None)
 
 
 @dataclass(slots=True)  # not frozen: one is made per layer and pass, and freezing takes four times as long
@@ -284,7 +297,8 @@ class ForwardResult:
     # advances the recurrent states by so many rows; None = no recurrent layers
     fold: Callable[[int], None] | None = None
     company: Company | None = None  # what shared a decoding pass; None = nothing
-    choices: Tensor | None = None  # [n, m]: hook output on the device, for the next pass; None = only the host has it
+    # of a draft pass [n, m]: hook output on the device, which no later pass overwrites; None = only the host has it
+    choices: Tensor | None = None
 
 
 Passes = Generator[ForwardRequest, ForwardResult, T]  # generator that may request forward passes; it returns T

@@ -33,13 +33,16 @@ sys.path.insert(0, str(ROOT))
 
 from kvcli.engine.cuda_graphs.capture import CudaGraphs
 from kvcli.engine.cuda_graphs.captured_passes import CapturedPasses, captured_passes
+from kvcli.engine.drafting.drafter import ModelPair
 from kvcli.engine.engine import run_to_end
 from kvcli.engine.loading.open_lm import wrap_lm
 from kvcli.engine.sequence.sampler import Sampler
 from kvcli.engine.sequence.session import GenerationSession
 from kvcli.methods.drafts.lookahead import Lookahead
+from kvcli.methods.drafts.model import SeparateModelDraft
 from kvcli.methods.drafts.ngram import Ngram
 from kvcli.methods.drafts.off import Off
+from kvcli.methods.drafts.self_draft import SelfDraft
 from kvcli.methods.policies.snapkv import Snap
 from tests import families, make
 from tests.bench.harness import Ints, Rows, measurement
@@ -48,10 +51,14 @@ from tests.fake_graphs import FakeGraphs
 WAITS = {"_local_scalar_dense", "nonzero", "equal", "is_nonzero", "masked_select", "unique_dim", "_unique2"}
 COPIES = {"lift_fresh", "lift"}
 EVERY = 8  # tokens between two boundaries of a policy
+CHAIN: dict[str, Any] = {"adaptive": False, "branches": 1, "copies": False}
 SIDES: dict[str, tuple[str, Any, bool]] = {  # family, drafter, whether a policy evicts
     "dense": ("llama", Off(), False),
     "dense, n-gram": ("llama", Ngram(adaptive=False, max=7), False),
     "dense, fafo": ("llama", Lookahead(adaptive=False, view="stream", sinks=2, recent=5, refresh=32), False),
+    "dense, draft model": ("llama", SeparateModelDraft(depth=5, **CHAIN), False),
+    "dense, draft model's tree": ("llama", SeparateModelDraft(depth=5, **CHAIN | {"branches": 3}), False),
+    "dense, self-draft": ("llama", SelfDraft(depth=5, view="stream", recent=16, **CHAIN), False),
     "sliding": ("gemma3", Off(), False),
     "sliding, n-gram": ("gemma3", Ngram(adaptive=False, max=7), False),
     "dense, sampled": ("llama", Off(), False),
@@ -141,11 +148,12 @@ def _line() -> str:
 def opened(side: str, layers: int, device: str = "cpu", *, is_recorded: bool = False) -> GenerationSession:
     """A session that has read its prompt and written until boundaries evict."""
     family, drafts, is_evicting = SIDES[side]
-    lm = wrap_lm(families.build(family, torch.float32, **sized(family, layers)).to(device))
-    lm.is_on_accelerator = True  # as on a GPU
-    if is_recorded:
-        lm.remembers[CapturedPasses] = CapturedPasses(FakeGraphs() if device == "cpu" else CudaGraphs(lm.device))
-    kv, drafter = make.dense(lm), drafts.drafter()
+    lms = [wrap_lm(families.build(family, torch.float32, **sized(family, n)).to(device)) for n in (layers, 2)]
+    graphs = FakeGraphs() if device == "cpu" else CudaGraphs(lms[0].device)
+    for each in lms:
+        each.is_on_accelerator = True  # as on a GPU
+        each.remembers |= {CapturedPasses: CapturedPasses(graphs)} if is_recorded else {}
+    lm, kv, drafter = lms[0], make.dense(lms[0]), drafts.drafter((), ModelPair(*lms))
     policy = Snap(sinks=2, recent=5, keep=0.5, keep_new=9, compression_interval=EVERY) if is_evicting else None
     sampler = Sampler(temperature=0.8, top_p=0.9, seed=3) if "sampled" in side else Sampler()
     if "penalties" in side:

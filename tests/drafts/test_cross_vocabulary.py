@@ -102,7 +102,7 @@ class Oracle:
     def newest(self, n: int) -> list[int]:
         return self.text[-n:]
 
-    def catch_up(self, want: int = 1, most: float = math.inf, deeper: int = 0) -> Iterator[Any]:
+    def catch_up(self, want: int = 1, most: float = math.inf) -> Iterator[Any]:
         self.n = len(self.text)
         yield from ()
         return [self.said(self.n - want + 1 + i) for i in range(want)]

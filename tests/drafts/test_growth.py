@@ -36,7 +36,7 @@ class Says:
     def start(self, ids: Sequence[int]) -> None:
         self.text = list(ids)
 
-    def catch_up(self, want: int = 1, most: float = 0, deeper: int = 0) -> Generator[None, None, list[list[float]]]:
+    def catch_up(self, want: int = 1, most: float = 0) -> Generator[None, None, list[list[float]]]:
         yield
         return [self.said(self.text[-1])]
 

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 
+from kvcli.drafts.draft_models.draft_model import DraftModel
 from kvcli.drafts.sources.model_draft import ModelDraft
 from kvcli.drafts.sources.prompt_lookup import PromptLookup
 from kvcli.drafts.tree.growth import rule
@@ -71,9 +72,9 @@ class Known:
         self.n = len(self.text) - 1
         yield from ()
 
-    def catch_up(
-        self, want: int = 1, most: float = math.inf, deeper: int = 0
-    ) -> Generator[int, None, list[list[float]]]:
+    draft_chain = DraftModel.draft_chain
+
+    def catch_up(self, want: int = 1, most: float = math.inf) -> Generator[int, None, list[list[float]]]:
         rows, self.n = int(min(self.n_uncovered, most)), len(self.text)
         yield rows
         return [self.said(len(self.text) - want + 1 + i) for i in range(want)]

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from importlib import import_module
 from typing import Any
 
 import torch
@@ -19,6 +20,7 @@ from kvcli.kernels.attend_new_tokens import attend_new_tokens
 from kvcli.kernels.attend_new_tokens.reference import attend_new_tokens as fresh_reference
 from kvcli.kernels.attend_quantized import PackedHead, attend_quantized
 from kvcli.kernels.attention_mass import attention_mass
+from kvcli.kernels.gated_delta import reference as delta_reference
 from kvcli.kernels.gumbel_noise import gumbel
 from kvcli.kernels.linear_quantized import QuantizedWeight, linear_quantized, pack
 from kvcli.kernels.linear_quantized.formats import group_format
@@ -38,7 +40,6 @@ HALVES = ("bf16", "fp16")  # what fused kernels serve
 CPU_ONLY = (
     "attend_captured",
     "decoder_layer",
-    "gated_delta",
     "gated_mlp",
     "linear",
     "linear_blocked",
@@ -178,6 +179,21 @@ def _product(x: Inputs) -> Sequence[Tensor]:
     return [linear_quantized(x["x"], QuantizedWeight(form, x["shape"], x["data"], x["scale"], False))]
 
 
+def _recurrence(size: Size, noise: Generator) -> Inputs:
+    heads = size.kv * size.g
+    q, k = (_normal(noise, size.n, size.kv, size.d) for _ in "qk")
+    decay, beta = (torch.rand(size.n, heads, generator=noise, dtype=torch.float64) for _ in "gb")
+    v, state = _normal(noise, size.n, heads, size.d), _normal(noise, heads, size.d, size.d)
+    conv = {"x": v.flatten(1).T, "w": _normal(noise, heads * size.d, 4)}
+    return {"rows": [q, k, v, -decay, beta], "state": state, **conv}
+
+
+def _recurrent(x: Inputs, *, is_reference: bool) -> Sequence[Tensor]:
+    of = delta_reference if is_reference else import_module("kvcli.kernels.gated_delta.fused")
+    n = len(x["rows"][0])
+    return *of.gated_delta(*x["rows"], x["state"]), of.causal_conv(x["x"], x["w"], None, n, True)
+
+
 def _merged(x: Inputs) -> Sequence[Tensor]:
     cut = x["k"].shape[1] // 3
     spans = [(0, cut), (cut, 2 * cut), (2 * cut, x["k"].shape[1])]
@@ -228,6 +244,7 @@ def _cases() -> dict[str, list[Case]]:
         "linear_quantized": [
             same(f"{bits} bits", _linear, _product, before=partial(_packed_weight, bits=bits)) for bits in (8, 4)
         ],
+        "gated_delta": [replace(both("rule and convolution", _recurrence, _recurrent), dtypes=HALVES)],
         "merge_attention": [same("three and two parts", _attention, _merged)],
         "quantize_kv": [
             same(f"{bits} bits", _attention, partial(_codes, bits=bits), step=2 / (2**bits - 1)) for bits in (8, 4, 2)
@@ -258,7 +275,7 @@ def moved(value: Any, dtype: torch.dtype | None, device: str) -> Any:
         return value.of(moved(t, dtype if dtype is torch.float64 else None, device) for t in value.tensors)
     if isinstance(value, dict):
         return {key: moved(each, dtype, device) for key, each in value.items()}
-    if isinstance(value, list) and value and isinstance(value[0], PackedHead):
+    if isinstance(value, list) and value and isinstance(value[0], PackedHead | Tensor):
         return [moved(each, dtype, device) for each in value]
     return value
 

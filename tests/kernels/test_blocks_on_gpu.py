@@ -17,13 +17,13 @@ from kvcli.engine.loading.weights import load_weights
 from kvcli.fit.plan import subject_of
 from kvcli.fit.weights import weigh
 from kvcli.kernels import module_probe, triton_support
-from kvcli.kernels.linear import NativeWeight
+from kvcli.kernels.linear import KernelLinear, NativeWeight
 from kvcli.kernels.linear_epilogue import Heads
 from kvcli.kernels.linear_epilogue.module import merged, share_
 from kvcli.kernels.linear_quantized import QuantizedWeight, of_blocks, packed_weights
 from kvcli.kernels.linear_quantized.formats import arrange_panels, arrange_scales
 from kvcli.kernels.linear_skinny import MOST, Weight, linear_skinny, module, of_packed, reference
-from kvcli.kernels.linear_skinny.module import OnWeight, SkinnyPacked
+from kvcli.kernels.linear_skinny.module import SkinnyPacked
 from kvcli.models import source
 from kvcli.models.family import read_config
 from kvcli.models.gguf import convert
@@ -135,7 +135,7 @@ def test_a_file_is_loaded_in_its_blocks_and_fit_knows_their_bytes(
 ):
     theirs = write(tmp_path / "tiny.gguf", "llama", Q4_K_M, ends="Q8_0", **SIZES, tie_word_embeddings=is_tied)
     found, model = in_blocks(tmp_path / "tiny.gguf")
-    linears = [m for m in model.modules() if isinstance(m, OnWeight)]
+    linears = [m for m in model.modules() if isinstance(m, KernelLinear)]
     assert [one.as_weight.kind for one in linears] == ["blocks4"] * 2 + ["blocks8"] + ["blocks4"] * 3 + ["blocks8"] * 2
     table = model.get_input_embeddings().weight
     assert isinstance(table, NativeWeight)

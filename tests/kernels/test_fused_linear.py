@@ -27,7 +27,6 @@ from kvcli.kernels.linear_skinny import (
     tinygemm,
 )
 from kvcli.kernels.linear_skinny.module import lay_out_skinny_, of_bitsandbytes
-from kvcli.kernels.moe_linear import ptx as of_experts
 from tests.families import build
 from tests.kernels.variants import linear_skinny as compiled
 
@@ -243,7 +242,7 @@ def test_ptx_of_experts_makes_the_low_halves_then_the_high_halves(dtype: torch.d
     for word in torch.randint(0, 1 << 32, (60,), generator=torch.Generator().manual_seed(0)).tolist():
         halves = [word >> 8 * byte + high & 15 for high in (0, 4) for byte in range(4)]
         numbers = [int(bits[code]) & 0xFFFF for code in halves]
-        assert run_ptx(of_experts.int4(dtype), {"$4": word}, 4, dtype) == [
+        assert run_ptx(ptx.int4_bytes(dtype), {"$4": word}, 4, dtype) == [
             *zip(numbers[::2], numbers[1::2], strict=True)
         ]
 

@@ -87,7 +87,7 @@ class AssistantHead(HiddenStateHead):
 
     # ---- passes ----
 
-    def catch_up(self, want: int = 1, most: float = math.inf, deeper: int = 0) -> Passes[list[list[float]]]:
+    def catch_up(self, want: int = 1, most: float = math.inf) -> Passes[list[list[float]]]:
         """Return the hook output of the pending token's row; empty if no token comes before it."""
         assert want == 1, "more than one hook output is wanted"
         end = self.length - 1

@@ -207,7 +207,7 @@ class CrossVocabularyModel(DraftModel):
     def prefill(self) -> Passes[None]:
         yield from self._it.prefill()
 
-    def catch_up(self, want: int = 1, most: float = math.inf, deeper: int = 0) -> Passes[list[list[float]]]:
+    def catch_up(self, want: int = 1, most: float = math.inf) -> Passes[list[list[float]]]:
         self._forget_draft_tokens()
         if not self._text.its:  # only control tokens that the draft model lacks
             return [[]] * want

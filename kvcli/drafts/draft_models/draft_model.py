@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Protocol
 
 if TYPE_CHECKING:
     from kvcli.engine.drafting.drafter import DraftContext
-    from kvcli.engine.forward_request import NeededTensors, Passes
+    from kvcli.engine.forward_request import ForwardResult, NeededTensors, Passes
     from kvcli.engine.stats import Step
     from kvcli.kv.slots import Usage
 
@@ -75,12 +75,15 @@ class DraftModel(Protocol):
         """Prefill a prompt except for its last token."""
         yield from ()
 
-    def catch_up(self, want: int = 1, most: float = math.inf, deeper: int = 0) -> Passes[list[list[float]]]:
+    def catch_up(self, want: int = 1, most: float = math.inf) -> Passes[list[list[float]]]:
         """Cover the sequence to its end by a prefill of at most `most` of its newest tokens -> the hook output of the
-        last `want` rows; empty if hidden states of the next step are needed first.
+        last `want` rows; empty if hidden states of the next step are needed first."""
 
-        `deeper`: draft passes that follow, each of the first choice after the token before. A model that can run them
-        with fewer waits of the host adds the hook output of these rows, of as many as it likes."""
+    def draft_chain(self, n: int) -> Passes[Sequence[ForwardResult]]:
+        """Cover the sequence and draft n tokens, each the first choice of the pass before, which the host need not
+        read -> the passes whose first choices these are, on a CPU the first. () = no pass is run: use `catch_up`."""
+        yield from ()
+        return ()
 
     def continue_from(self, ids: Sequence[int], parents: Sequence[int]) -> Passes[list[list[float]]]:
         """Draft further and return the hook output of these rows. `parents`: index of the draft token that each row

@@ -96,7 +96,7 @@ class MtpHead(HiddenStateHead):
 
     # ---- passes ----
 
-    def catch_up(self, want: int = 1, most: float = math.inf, deeper: int = 0) -> Passes[list[list[float]]]:
+    def catch_up(self, want: int = 1, most: float = math.inf) -> Passes[list[list[float]]]:
         """Return the hook output of the pending token's row; empty if the hidden state before it is unknown."""
         assert want == 1, "more than one hook output is wanted"
         self._drop()

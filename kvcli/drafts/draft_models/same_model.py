@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
     from kvcli.drafts.draft_models.layer_skip import LayerSkip
     from kvcli.engine.drafting.drafter import DraftContext
-    from kvcli.engine.forward_request import Passes
+    from kvcli.engine.forward_request import ForwardResult, Passes
     from kvcli.engine.hf.lm import LM
     from kvcli.kernels.attend_invariant import NewRows
     from kvcli.kernels.merge_attention import PartialAttention
@@ -81,10 +81,14 @@ class SelfDraftModel(DraftModel):
         """Set the cache that drafts read: its cache view if one is configured, else all of it as `DraftCacheView`."""
         self._context = context
 
-    def catch_up(self, want: int = 1, most: float = math.inf, deeper: int = 0) -> Passes[list[list[float]]]:
-        """Return the hook output of the pending token's row and, on an accelerator, of `deeper` first choices after
-        it."""
+    def catch_up(self, want: int = 1, most: float = math.inf) -> Passes[list[list[float]]]:
+        """Return the hook output of the pending token's row."""
         assert want == 1, "more than one hook output is wanted"
+        (result,) = yield from self.draft_chain(1)
+        return [result.hook_output(0)]
+
+    def draft_chain(self, n: int) -> Passes[Sequence[ForwardResult]]:
+        """Run the pending token and, on an accelerator, draft n tokens."""
         assert self._context is not None, "no KV cache is bound"
         view, kv = self._context.view, self._context.cache
         past = DraftCacheView(kv if view is None else view, kv.dtype)
@@ -93,8 +97,7 @@ class SelfDraftModel(DraftModel):
         self._buffers = self._ahead.buffers
         ahead, runs = self._ahead, self._skipping.runs
         result = yield from ahead.add(self._newest[-1:], [-1], logits_hook=top, layers=runs)
-        drafted = yield from ahead.grow_chain(result, deeper, top, runs)
-        return [result.hook_output(0), *drafted]
+        return (yield from ahead.grow_chain(result, n - 1, top, runs))
 
     def continue_from(self, ids: Sequence[int], parents: Sequence[int]) -> Passes[list[list[float]]]:
         """Return the hook output of draft rows after the pending token, which is the root of their tree."""

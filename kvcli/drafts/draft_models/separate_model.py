@@ -142,9 +142,14 @@ class SeparateDraftModel(DraftModel):
             self._settle(most)
         self._settle(self._newest)
 
-    def catch_up(self, want: int = 1, most: float = math.inf, deeper: int = 0) -> Passes[list[list[float]]]:
+    def catch_up(self, want: int = 1, most: float = math.inf) -> Passes[list[list[float]]]:
         """Cover the sequence to its end by a prefill of at most `most` of its newest tokens -> the hook output of the
-        last `want` rows and, on an accelerator, of `deeper` first choices after them."""
+        last `want` rows."""
+        (result,) = yield from self.draft_chain(1, want, most)
+        return [result.hook_output(i) for i in range(want)]
+
+    def draft_chain(self, n: int, want: int = 1, most: float = math.inf) -> Passes[Sequence[ForwardResult]]:
+        """Cover the sequence as `catch_up`, and draft n tokens on an accelerator."""
         self._cut(len(self._text) - 1)  # `catch_up` is called again after the verification pass failed
         yield from self._pass_over(min(most, self._newest))
         while self.n_uncovered > max(CHUNK, want):
@@ -152,10 +157,8 @@ class SeparateDraftModel(DraftModel):
             yield from self._feed(self._text[self._n : self._n + CHUNK])
         self._make_room(self.n_uncovered)
         self._states.mark()
-        result, drafted = (yield from self._feed(self._text[self._n :], want)), list[list[float]]()
-        if deeper:
-            drafted = yield from self._tree().grow_chain(result, deeper, top)
-        return [*(result.hook_output(i) for i in range(want)), *drafted]
+        result = yield from self._feed(self._text[self._n :], want)
+        return (yield from self._tree().grow_chain(result, n - 1, top)) if n > 1 else [result]
 
     def continue_from(self, ids: Sequence[int], parents: Sequence[int]) -> Passes[list[list[float]]]:
         """Return the hook output of draft rows after the sequence, which must be covered."""

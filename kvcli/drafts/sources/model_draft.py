@@ -22,7 +22,7 @@ from kvcli.kv.out_of_memory import as_cache_full
 if TYPE_CHECKING:
     from kvcli.drafts.draft_models.draft_model import DraftModel
     from kvcli.drafts.sources.prompt_lookup import PromptLookup
-    from kvcli.engine.forward_request import Passes
+    from kvcli.engine.forward_request import ForwardResult, Passes
     from kvcli.engine.hf.lm import LM
     from kvcli.engine.sequence.sampler import Sampler
     from kvcli.engine.sequence.token_history import TokenHistory
@@ -69,6 +69,8 @@ class ModelDraft:
         self.draft_model, self.clock = draft_model, target.clock
         self.spent = 0.0  # seconds of draft passes before the running step
         self.is_fixed = False  # every draft has `depth` tokens
+        self.is_whole = False  # its first choices are the whole draft: no alternatives, no other source
+        self.unread: Sequence[ForwardResult] = ()  # passes whose first choices are the draft, as a chain, unread
         self.why = ""  # reason in words why no draft is made
         self.fault = ""  # error that occurred in this sequence
         self.depth, self._vocab, self._share, self._ends = depth, target.vocab, share, frozenset(ends)
@@ -114,7 +116,7 @@ class ModelDraft:
     def extend(self, ids: Sequence[int]) -> None:
         self.draft_model.extend(ids)
         self._waited = 0 if self.spent else self._waited + 1
-        self._places, self.spent = [], 0.0
+        self._places, self.spent, self.unread = [], 0.0, ()
         if self._history is not None:
             self._history.add(ids)
 
@@ -132,7 +134,7 @@ class ModelDraft:
 
         `plain`: seconds of a plain pass; `costs`: the costs of verifying n rows.
         """
-        began, is_trial = self.clock(), False
+        began, is_trial, self.unread = self.clock(), False, ()
         if not self._can_go_on():
             return False
         with self._giving_up():
@@ -151,19 +153,19 @@ class ModelDraft:
         chances = list[float]()  # chances that a draft token of each level is accepted
         while True:
             began, rows = self.clock(), self.draft_model.n_uncovered
-            found = yield from self.draft_model.catch_up(deeper=most - 1 if self._is_known_chain else 0)
+            passes = (yield from self.draft_model.draft_chain(most)) if self._is_known_chain else ()
+            # ids that only the draft model has are no rows of the target
+            if len(passes) == most and self.is_whole and passes[0].logits.shape[1] <= self._vocab:
+                self.unread = passes
+                return
+            found = [of.hook_output(0) for of in reversed(passes)][::-1] or (yield from self.draft_model.catch_up())
             if not found:
                 return
             self._time(rows, began, len(found))
             # the first timed pass includes its preparation, so a second one is timed before passes are weighed
             if len(self._seconds) != 1:
                 break
-        self._n_rows, at = len(found) - 1, self._add(found[0], -1, (), 1.0, self._shape)
-        for row, hook_output in enumerate(found[1:]):
-            place = self._places[at]
-            if (token := int(found[row][0])) in self._ends or not place.chances or place.ids[0] != token:
-                break  # the device went on with a token that is no draft token
-            at = self._go_below(at, 0, row, hook_output)
+        self._add_chain(found, self._ends)
         while True:
             tips = [tip for tip in growth.tips(self._places, newest, most) if self._token(tip) not in self._ends]
             if not tips:
@@ -180,6 +182,15 @@ class ModelDraft:
                 return
             newest = len(self._places)
             yield from self._pass(tips, most)
+
+    def _add_chain(self, found: Sequence[Sequence[float]], ends: Collection[int]) -> None:
+        """Add the nodes of a chain of first choices from their hook output, down to one of `ends`."""
+        self._n_rows, at = len(found) - 1, self._add(found[0], -1, (), 1.0, self._shape)
+        for row, hook_output in enumerate(found[1:]):
+            place = self._places[at]
+            if (token := int(found[row][0])) in ends or not place.chances or place.ids[0] != token:
+                break  # the device went on with a token that is no draft token
+            at = self._go_below(at, 0, row, hook_output)
 
     def _pass(self, tips: Sequence[Leaf], most: int) -> Passes[None]:
         """Run one draft pass over these leaves, and over tokens copied by prompt lookup after the first leaf."""
@@ -313,7 +324,9 @@ class ModelDraft:
     # ---- the protocol DraftSource ----
 
     def root(self, depth: int) -> Any:
-        """Return the root: a state of this source is the index of a node."""
+        """Return the root: a state of this source is the index of a node. An unread draft is read."""
+        if self.unread and not self._places:
+            self._add_chain([of.hook_output(0) for of in self.unread], ())  # all of it is verified
         return 0 if self._places else None
 
     def offers(self, state: Any, depth: int, branches: int) -> Sequence[DraftCandidate]:

@@ -144,16 +144,21 @@ class TreeDrafter:
     def _proposal(self, mode: Mode, room: int) -> Draft:
         from kvcli.engine.forward_request import Draft  # late: reading a profile must not import torch
 
+        needs = self._chain.draft_model.needs if self._chain is not None else ()
+        if self._chain is not None and (unread := self._chain.unread[: self._config.max]):
+            self._draft_tokens = None  # until the target has verified them
+            return Draft([-1] * len(unread), [*range(-1, len(unread) - 1)], needs=needs, follows=unread)
         self._draft_tokens = self._grow(mode, room)
         rows = self._rows(self._draft_tokens) if mode is Mode.DRAFT else 0
         self._lookahead = self._lookahead_for(mode, room, rows)
         if mode is not Mode.DRAFT:
             return Draft.none()
-        needs = self._chain.draft_model.needs if self._chain is not None else ()
         tokens = self._draft_tokens[:rows]
         return Draft([t.id for t in tokens], [t.parent for t in tokens], self._lookahead, needs)
 
     def observe(self, step: Step) -> None:
+        if self._draft_tokens is None and self._chain is not None and self._chain.unread:
+            self._draft_tokens = self._grow(Mode.DRAFT, len(self._chain.unread))
         if self._draft_tokens is None:
             return
         began = self._clock()

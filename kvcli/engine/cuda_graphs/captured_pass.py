@@ -158,8 +158,8 @@ class CapturedPass:
                 hidden[: part.request.rows.n_rows].copy_(part.request.hidden)
         self._graphs.send(here, self._there)
         for there, part in zip(self._rows, parts, strict=True):
-            if (before := part.request.follows) is not None:
-                there.ids[:] = int(before.hook_output(0)[0]) if before.choices is None else before.choices[0, 0]
+            for row, before in part.request.rows.follows.items():
+                there.ids[row] = before.hook_output(0)[0] if before.choices is None else before.choices[0, 0]
         self._pass()
 
     def _made(
@@ -189,7 +189,7 @@ class CapturedPass:
             shown = states_of(part.shape.shows, self._layers, shown) if self._is_below or part.shape.shows else None
             drawn = partial(lambda i, row: backs()[i].drawn(row), i)
             output = partial(lambda i, index: backs()[i].hook_output(index), i)
-            choices = None if drawing is None or request.logits_hook is None else drawing.results[i][1]
+            choices = None if drawing is None or not request.is_preparing else drawing.results[i][1].clone()
             made.append(ForwardResult(logits, drawn, output, new, queries, shown, commits, choices=choices))
         return made
 
@@ -247,7 +247,8 @@ class CapturedForward(SequencePass):
         """Run attention in one layer, as in `ForwardPass` (forward.py)."""
         cast, (cache, view), is_last = k.to(self._dtype), self._part.reads, layer == self.last
         q, k, v = q.to(self._dtype), cast, cast if v is k else v.to(self._dtype)
-        if _in_rows(k) != _in_rows(v):  # one address table serves both, so their strides must match
+        # one address table serves both, so their strides must match in units of rows, which may differ in size
+        if any(a * v.shape[2] != b * k.shape[2] for a, b in zip(k.stride()[:2], v.stride()[:2], strict=True)):
             k, v = (t.contiguous().flatten().view(t.shape) for t in (k, v))  # a single row may have any stride
         if (source := self._shapes[layer].shared_from) is not None:
             layer, k, v = source, self.fresh[source].k, self.fresh[source].v
@@ -287,9 +288,3 @@ class CapturedForward(SequencePass):
         source = self._shapes[layer].shared_from
         fresh = self.fresh[layer if source is None else source]
         return fresh.k, fresh.v
-
-
-def _in_rows(t: Tensor) -> list[float]:
-    """Return the strides of heads and rows of t [K, N, D] in units of rows, because keys and values may differ in
-    size."""
-    return [stride / t.shape[2] for stride in t.stride()[:2]]

@@ -126,7 +126,9 @@ class PassInputs:
         """Fill in a request, on the host. Unused rows repeat the first one and are on no path."""
         rows, n, cache = part.request.rows, part.request.rows.n_rows, part.reads[0]
         self.all_pos.numpy()[: len(cache.tree_pos)] = cache.tree_pos
-        for to, given in ((self.ids, rows.ids), (self.pos, rows.pos)):
+        # ids that the host has not read come from the device, behind this copy
+        ids = [0 if row in rows.follows else rows.ids[row] for row in range(n)] if rows.follows else rows.ids
+        for to, given in ((self.ids, ids), (self.pos, rows.pos)):
             numbers = to.numpy()
             numbers[:n], numbers[n:] = given, given[0]
         path, path_of, depth = self.path.numpy(), self.path_of.numpy(), self.depth.numpy()

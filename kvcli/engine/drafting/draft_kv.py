@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from kvcli.engine.forward_request import ForwardRequest, ForwardResult, LogitsHook, Passes, Rows
+from kvcli.engine.forward_request import ForwardRequest, ForwardResult, LogitsHook, Passes, Rows, TokenIds
 from kvcli.kernels.attend_invariant import NewRows
 from kvcli.kernels.merge_attention import PartialAttention
 from kvcli.kv.recurrent_state import RecurrentStates, StateCheckpoint
@@ -52,7 +52,8 @@ class DraftTreeKV(BorrowingReader):
         # by row: state update of its pass, states, number of rows of the pass to apply
         self._folds: list[tuple[Callable[[int], None], RecurrentStates, int]] = []
         self.dtype = cache.dtype
-        self.ids: list[int] = []
+        self.ids: list[int] = []  # -1 = not read by the host
+        self._follows: dict[int, ForwardResult] = {}  # of these, as in `Rows`
         self.parents: list[int] = []  # parent row; -1 = the last stored token
         self._above: list[list[int]] = []  # a row's ancestors from the root, then the row itself
         self._pos: list[int] = []  # positions of all rows, including the running pass
@@ -73,17 +74,14 @@ class DraftTreeKV(BorrowingReader):
 
     def grow_chain(
         self, result: ForwardResult, n: int, logits_hook: LogitsHook, layers: Sequence[range] = ()
-    ) -> Passes[list[list[float]]]:
+    ) -> Passes[list[ForwardResult]]:
         """Run n passes of one row each, whose token is the first choice of the pass before, of `result` for the first.
-        Return their hook output. The device hands these tokens on, so that the host waits once, for the last pass; on
-        a CPU, which has no such waits, no pass is run."""
-        first, passes = len(self), [result]
+        Return `result` and theirs. The host need not read the tokens, which the device hands on; a CPU runs no pass."""
+        passes = [result]
         for _ in range(n if self._lm.is_on_accelerator else 0):
             of = yield from self.add([-1], [len(self) - 1], logits_hook=logits_hook, layers=layers, follows=passes[-1])
             passes.append(of)
-        found = [of.hook_output(0) for of in reversed(passes)][::-1]
-        self.ids[first:] = [int(output[0]) for output in found[:-1]]
-        return found[1:]
+        return passes
 
     def add(
         self,
@@ -98,8 +96,8 @@ class DraftTreeKV(BorrowingReader):
         record_queries: Sequence[int] = (),
         follows: ForwardResult | None = None,
     ) -> Passes[ForwardResult]:
-        """Run a pass of further rows. `hidden`, `shows`, `record_queries`, `follows`: `hidden`,
-        `record_hidden_states`, `record_queries` and `follows` of the request."""
+        """Run a pass of further rows. `hidden`, `shows`, `record_queries`: `hidden`, `record_hidden_states` and
+        `record_queries` of the request; `follows`: of the only row, as in `Rows`."""
         n_before, n, above = len(self), len(ids), list(self._above)
         tree_mask = np.zeros((n, n_before + n), dtype=np.bool_)
         for row, parent in enumerate(parents):
@@ -108,21 +106,23 @@ class DraftTreeKV(BorrowingReader):
         self._tree_mask, self._masks, self._sent = torch.from_numpy(tree_mask), {}, {}
         self.buffers = self.buffers.grown(len(above))
         self._pos, self._sees = [self._at + len(seen) - 1 for seen in above], above[n_before:]
-        no_parents = (-1,) * n  # these rows are never verified
         states = None if self._states is None else self._behind(parents[0], self._states)
         assert states is None or [*parents[1:]] == [*range(n_before, n_before + n - 1)], "draft tokens are no chain"
         mask = self._tree_mask[:, n_before:] if n > 1 and states is None else None
-        rows = Rows(ids, self._pos[n_before:], mask, tree=n, parent=no_parents)
+        unread = {} if follows is None else {0: follows}
+        known = TokenIds(ids, unread) if unread else ids
+        rows = Rows(known, self._pos[n_before:], mask, tree=n, parent=(-1,) * n, follows=unread)  # never verified
         for run in layers[:-1]:
-            hidden = (yield ForwardRequest(self._lm, rows, self, layers=run, hidden=hidden, follows=follows)).hidden
+            hidden = (yield ForwardRequest(self._lm, rows, self, layers=run, hidden=hidden)).hidden
         last = layers[-1] if layers else None
         of = self._lm, rows, self
         result = yield ForwardRequest(
             *of, want=range(n), draw=draw, logits_hook=logits_hook, layers=last, hidden=hidden,
-            record_hidden_states=shows, record_queries=record_queries, states=states, follows=follows,
+            record_hidden_states=shows, record_queries=record_queries, states=states,
         )  # fmt: skip
         if states is not None and result.fold is not None:
             self._folds += [(result.fold, states, i + 1) for i in range(n)]
+        self._follows |= {n_before + row: of for row, of in unread.items()}
         self.ids += ids
         self.parents += parents
         self._above, self._commit_rows = above, result.commit_rows
@@ -161,9 +161,9 @@ class DraftTreeKV(BorrowingReader):
 
     def path(self, ids: Sequence[int]) -> list[int]:
         """Return the rows whose tokens match the beginning of `ids`, from the root on."""
-        found, at = [], -1
+        found, at, known = [], -1, TokenIds(self.ids, self._follows)
         for token in ids:
-            below = (i for i in range(at + 1, len(self)) if self.parents[i] == at and self.ids[i] == token)
+            below = (i for i in range(at + 1, len(self)) if self.parents[i] == at and known[i] == token)
             if (at := next(below, -1)) < 0:
                 break
             found.append(at)

@@ -2,9 +2,9 @@
 it.
 
 They are found by their use of the cache: they request a state where attention requests keys. Their arithmetic is
-unchanged. If a pass is accepted in part, the state is computed again over the accepted rows. The kernel that made it
-does so if it can. Otherwise each recurrent layer runs once more, with its linear layers
-replaying their recorded outputs. So no weight is read twice, and this works for every recurrence.
+unchanged. If a pass is accepted in part, the state is computed again over the accepted rows, by the kernel that made it
+if it can. Otherwise each recurrent layer runs once more, with its linear layers replaying their recorded outputs. So no
+weight is read twice, and this works for every recurrence.
 """
 
 from __future__ import annotations

@@ -125,8 +125,8 @@ class Eagle3Head(MtpHead):
         with torch.inference_mode():
             super()._wait(at, self._eagle.fc(states.to(self._head.dtype)))
 
-    def catch_up(self, want: int = 1, most: float = math.inf, deeper: int = 0) -> Passes[list[list[float]]]:
-        return self._named((yield from super().catch_up(want, most, deeper)))
+    def catch_up(self, want: int = 1, most: float = math.inf) -> Passes[list[list[float]]]:
+        return self._named((yield from super().catch_up(want, most)))
 
     def continue_from(self, ids: Sequence[int], parents: Sequence[int]) -> Passes[list[list[float]]]:
         return self._named((yield from super().continue_from(ids, parents)))

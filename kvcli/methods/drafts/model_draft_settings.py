@@ -55,6 +55,7 @@ class ModelDraftSettings(Ngram):
         successors, chain.is_fixed = learners(self.sources), not self.adaptive
         # the cheapest first
         others: list[PromptLookup | RecycledLogits] = [*([copies] if self.copies else []), *successors]
+        chain.is_whole = not others and self.branches == 1
         beyond = [(i, source.behind) for i, source in enumerate(others)]
         return TreeDrafter(
             self, [*others, chain], clock=chain.clock, successors=successors, chain=chain, beyond=beyond, **of

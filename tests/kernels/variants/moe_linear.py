@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import torch
 
-from kvcli.kernels.moe_linear import ptx
+from kvcli.kernels.linear_skinny import ptx
 from tests.kernels.variants import Variant
 
-ASM = ptx.int4(torch.bfloat16)
+ASM = ptx.int4_bytes(torch.bfloat16)
 OP = "kvcli.kernels.moe_linear.fused"
 TYPES = {
     **dict.fromkeys(("p_x", "p_bias", "p_y", "p_out", "p_weight"), "*bf16"),
