@@ -275,8 +275,7 @@ INDEX = 32 << 20  # bytes, enough for half a million tensors
 
 
 def weights(path: Path, name: str, allow_pickle: bool, drafts: bool) -> tuple[tuple[WeightFile, ...], bool]:
-    """Return every weight file that transformers will read, checked, and True if they are pickles; `drafts`: those of a
-    draft model are never trusted."""
+    """Return every weight file that transformers will read, checked, and True if they are pickles (`drafts`: never)."""
     for stem, suffix in (("model", "safetensors"), ("pytorch_model", "bin")):
         is_pickle = suffix == "bin"
         single, index = path / f"{stem}.{suffix}", path / f"{stem}.{suffix}.index.json"
@@ -287,7 +286,7 @@ def weights(path: Path, name: str, allow_pickle: bool, drafts: bool) -> tuple[tu
                 f"the weights of {name} are pickle files, which can run any code when they are opened",
                 code="model_pickle",
                 lines=[f"found {(single if lexists(single) else index).name}, no *.safetensors"],
-                try_=["look for a safetensors copy of the model", "--allow-pickle, if you trust its author"][: 2 - drafts],
+                try_=["look for a safetensors copy of the model", "--allow-pickle, if you trust it"][: 2 - drafts],
             )
         weight_map = {} if lexists(single) else _weight_map(index, name)
         files = _shards(path, name, weight_map) if weight_map else [single]

@@ -214,7 +214,7 @@ ASKS = (
     "Write a Python function that counts words about {}.", "Write an introduction to an article about {}.",
 )  # fmt: skip
 ABOUT = (
-    "gardening, the moon, electric cars, chess, bread, the Roman Empire, photosynthesis, insurance, jazz, a lighthouse, "
+    "gardening, the moon, electric cars, chess, bread, the Roman Empire, photosynthesis, insurance, jazz, a storm, "
     "volcanoes, time management, bees, a bank account, democracy, swimming, black holes, a library, cheese, trade, "
     "the heart, remote work, a shopping list, earthquakes, coffee, school, a robot, vaccines, football, loneliness, "
     "the printing press, budgets, dogs, a lost key, climate, painting, sleep, rivers, databases, a job interview, "
@@ -253,9 +253,7 @@ def target_of(lm: LM, texts: Sequence[Text], draft_vocab: int) -> Target:
     words = counts.topk(draft_vocab).indices.sort().values
     covered = float(counts[words].sum() / counts.sum())
     print(f"{draft_vocab:,} words are {covered:.1%} of the tokens", file=sys.stderr, flush=True)
-    table, output = (
-        weight_of(m, lm) for m in (lm.model.get_input_embeddings(), lm.model.get_output_embeddings())
-    )
+    table, output = (weight_of(m, lm) for m in (lm.model.get_input_embeddings(), lm.model.get_output_embeddings()))
     scale = torch.cat([text.states for text in texts[:50]]).float().pow(2).mean(0).sqrt().clamp(min=1e-3)
     size = float(torch.cat([text.last for text in texts[:50]]).float().pow(2).mean().sqrt())
     return Target(table, words, output[words], scale, size)
@@ -265,7 +263,7 @@ def begun(head: Plain, texts: Sequence[Text], of: Target) -> None:
     """Set the head to what least squares find: `fc` gives what the output layer got for the token before, and attention
     to the row itself adds what the token changes of it."""
     e, d, layer = of.table.shape[1], head.d, head.midlayer
-    for name, p in head.named_parameters():
+    for p in head.parameters():
         if p.ndim == 2:
             nn.init.normal_(p, std=p.shape[1] ** -0.5)
     states, last = (torch.cat([getattr(t, name)[:-1] for t in texts]).float() for name in ("states", "last"))

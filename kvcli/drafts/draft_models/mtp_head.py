@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from kvcli.drafts.draft_models.hidden_state_head import HiddenStateHead
+from kvcli.drafts.draft_models.draft_model import DraftModel
 from kvcli.drafts.draft_models.layer_skip import SEEN, newest_before
 from kvcli.drafts.draft_models.separate_model import shared
 from kvcli.drafts.sources.logit_recycling import top
@@ -34,6 +34,38 @@ if TYPE_CHECKING:
     from kvcli.kv.tiers.draft_buffers import DraftBuffers
 
 MOST = 256  # hidden states waiting for the head's next pass; older ones become a hole
+
+
+class HiddenStateHead(DraftModel):
+    """Draft head over the target model; only the hidden state of the pending token is known."""
+
+    needs: tuple[int, ...] = LAST_STATE
+
+    def __init__(self, lm: LM, head: LM) -> None:
+        self._lm, self._head = lm, head
+        self._text: list[int] = []
+        self._context: DraftContext | None = None
+        self.discard_cache()
+
+    @property
+    def name(self) -> str:
+        return self._head.info.id
+
+    @property
+    def limit(self) -> int:
+        return self._lm.limit
+
+    @property
+    def length(self) -> int:
+        return len(self._text)
+
+    def newest(self, n: int) -> list[int]:
+        """Return the pending token. Earlier tokens have known successors, and their states are not kept."""
+        return self._text[-1:]
+
+    def bind(self, context: DraftContext | None) -> None:
+        """Set the target model's cache."""
+        self._context = context
 
 
 class MtpHead(HiddenStateHead):

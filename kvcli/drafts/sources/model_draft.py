@@ -31,8 +31,7 @@ if TYPE_CHECKING:
 log = logging.getLogger("kvcli.drafts")
 
 LOOK = 64  # tokens of a trial pass
-# tokens of a trial pass of a draft head, for which earlier passes must record hidden states: the first one, and others
-_FIRST_HEARD, _HEARD = 8, 24
+_HEARD = 24  # tokens of a trial pass of a draft head, for which earlier passes must record hidden states
 _RECORDING = 0.02  # time that this adds to a pass, in plain passes, about
 _FIRST = 5  # tokens of the first trial pass, before the first draft
 _SHARE = 0.005  # share of plain decoding time spent on trial passes
@@ -107,11 +106,8 @@ class ModelDraft:
     @property
     def is_untried(self) -> bool:
         """True if no draft pass was made yet and the sequence has tokens for a trial pass."""
-        return not self._seconds and not self._look and min(self.draft_model.n_uncovered, self.draft_model.length) > 1
-
-    @property
-    def _first(self) -> int:
-        return _FIRST_HEARD if self._hears else _FIRST
+        of = self.draft_model
+        return not self._seconds and not self._look and max(len(of.newest(2)), of.n_uncovered) > 1
 
     # ---- the sequence ----
 
@@ -269,7 +265,7 @@ class ModelDraft:
         self._until_plan = (self._until_plan or _PLAN) - 1
 
     def _take_a_look(self, began: float) -> Passes[None]:
-        newest = self.draft_model.newest(self._first if self.is_untried else LOOK)
+        newest = self.draft_model.newest(_FIRST if self.is_untried else LOOK)
         found = yield from self.draft_model.catch_up(len(newest), most=len(newest))
         for i, hook_output in enumerate(found[:-1]):
             ids, scores = self._choices(hook_output, (), i + 1 - len(newest))
@@ -281,7 +277,7 @@ class ModelDraft:
     def _is_due(self, plain: float) -> bool:
         """True if enough time has passed since the last draft pass for a trial pass."""
         if self.is_untried:
-            return plain > 0 and self._covers(self._first)
+            return plain > 0 and self._covers(_FIRST)
         units = self._look / plain if self._look and plain else 4 * self._share
         self._due = (units + (_HEARD * _RECORDING if self._hears else 0.0)) / _SHARE
         return plain > 0 and self._covers(_HEARD if self._hears else LOOK) and self._waited >= self._due
