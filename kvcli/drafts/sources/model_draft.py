@@ -76,6 +76,7 @@ class ModelDraft:
         self.depth, self._vocab, self._share, self._ends = depth, target.vocab, share, frozenset(ends)
         self._seconds: deque[float] = deque(maxlen=9)  # seconds of passes with few rows
         self._look, self._waited = 0.0, 0  # seconds of the last trial pass, and passes since the draft model last ran
+        self._hears = bool(draft_model.needs)  # what earlier passes must record
         self._due = 0.0  # number of these at which a trial pass is due
         self._growth, self._cascade = growth or Growth(), cascade
         self._places: list[TreeNode] = []  # the sequence's end, and the draft tokens that have been through a pass
@@ -281,11 +282,6 @@ class ModelDraft:
         units = self._look / plain if self._look and plain else 4 * self._share
         self._due = (units + (_HEARD * _RECORDING if self._hears else 0.0)) / _SHARE
         return plain > 0 and self._covers(_HEARD if self._hears else LOOK) and self._waited >= self._due
-
-    @property
-    def _hears(self) -> bool:
-        """True if the draft model reads hidden states of the target model."""
-        return self.draft_model.needs not in ((), "queries")
 
     def _covers(self, n: int) -> bool:
         """True if a trial pass can compare n tokens."""
