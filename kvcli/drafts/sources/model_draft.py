@@ -100,7 +100,7 @@ class ModelDraft:
 
     @property
     def needs(self) -> NeededTensors:
-        """Outputs that the next step must record for the draft model: () while neither a draft nor a trial pass is near."""
+        """Outputs that the next step must record: () while neither a draft nor a trial pass is near."""
         is_near = self._waited < _HEARD or self._waited >= self._due - _HEARD
         return self.draft_model.needs if is_near and not self.why else ()
 
