@@ -59,7 +59,8 @@ ONLY = {
 # device hands on; memory of drafts; a benchmark of servers; Bregman top-k.
 # Raised by 184: recurrences and convolutions by rows on a GPU, and their states in captured passes; hidden states of
 # several layers, which EAGLE-3 heads read; one clock for drafters. Dense layers of equal and unequal heads are one.
-MOST_LINES = 81_747
+# Raised by 16: draft heads are tried by trial passes, and nothing is recorded for one that rests.
+MOST_LINES = 81_763
 
 
 def _module(path: Path) -> str:

@@ -274,8 +274,8 @@ def unread(path: Path) -> list[str]:
 INDEX = 32 << 20  # bytes, enough for half a million tensors
 
 
-def weights(path: Path, name: str, allow_pickle: bool) -> tuple[tuple[WeightFile, ...], bool]:
-    """Return every weight file that transformers will read, checked, and True if they are pickles."""
+def weights(path: Path, name: str, allow_pickle: bool, drafts: bool) -> tuple[tuple[WeightFile, ...], bool]:
+    """Return every weight file that transformers will read, checked, and True if they are pickles (`drafts`: never)."""
     for stem, suffix in (("model", "safetensors"), ("pytorch_model", "bin")):
         is_pickle = suffix == "bin"
         single, index = path / f"{stem}.{suffix}", path / f"{stem}.{suffix}.index.json"
@@ -286,7 +286,7 @@ def weights(path: Path, name: str, allow_pickle: bool) -> tuple[tuple[WeightFile
                 f"the weights of {name} are pickle files, which can run any code when they are opened",
                 code="model_pickle",
                 lines=[f"found {(single if lexists(single) else index).name}, no *.safetensors"],
-                try_=["look for a safetensors copy of the model", "--allow-pickle, if you trust its author"],
+                try_=["look for a safetensors copy of the model", "--allow-pickle, if you trust it"][: 2 - drafts],
             )
         weight_map = {} if lexists(single) else _weight_map(index, name)
         files = _shards(path, name, weight_map) if weight_map else [single]
@@ -466,7 +466,7 @@ def _checked(name: str, path: Path, commit: str, allow_pickle: bool, may_assist:
         return _checked_gguf(name, file, commit)
     config = read_config(path, name)
     _refuse(config, name, path, may_assist=may_assist)
-    files, is_pickle = weights(path, name, allow_pickle)
+    files, is_pickle = weights(path, name, allow_pickle, drafts=may_assist)
     hold(config, text_config(config), files, name)
     if lexists(path / "generation_config.json"):  # transformers continues without a file that it cannot read
         read_json(path / "generation_config.json", name)

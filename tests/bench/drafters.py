@@ -7,6 +7,8 @@
   copy     notes of the report, word for word
   free     the report itself, continued from where 4,000 tokens of it end
 
+Any other model (`--models smollm2-135m`) gets short requests: `open` questions, `list` (a text to repeat), `short` (one
+to summarise), `code` and `french` (one to translate); none is among those that heads are trained on.
 `demo` is the bundled model, `demo-wide` the same function at the cost of 150M parameters (tests/bench/widened.py); both
 are drafted for by `demo-small`. The prompt is read once and taken over by every session, each of which drafts knowing
 nothing, but for self-knn, which remembers texts. All sides write as many tokens as plain decoding does until it stops,
@@ -88,6 +90,19 @@ TEXT_OF = {EIGHT: EIGHT, "self-halves-always": EIGHT}  # side -> the one whose t
 READ = 4_000  # tokens of the prompt, about
 NEW = {"demo": {"free": 160, "": 400}, "demo-wide": {"free": 48, "": 72}}  # tokens written at most
 ASKED = {"demo": 4, "demo-wide": 2}  # lookups and notes
+SHORT = 96  # tokens written at most in answer to a request
+NOTE = (
+    "The ferry to the island leaves at nine in the morning and at four in the afternoon. In winter there is only the "
+    "morning ferry. Tickets are sold on board, and bicycles travel free. If the wind is strong, the captain may decide "
+    "not to leave; a yellow flag on the pier then says so."
+)
+REQUESTS = {
+    "open": ("What makes a good neighbour?", "Why do people keep old photographs?", "How should I plan a birthday?"),
+    "list": (f"Repeat this text: {NOTE}", "Repeat this list: nine pears, four lemons, two melons, six plums, one fig."),
+    "short": (f"Summarize: {NOTE}", f"When does the ferry not leave? {NOTE}"),
+    "code": ("Write a Python function that adds two numbers.", "Write a Python loop that prints the squares up to 9."),
+    "french": (f"Translate to French: {NOTE}", "Translate to French: The small boat is on the lake this evening."),
+}
 
 
 @dataclass
@@ -159,6 +174,8 @@ class Run:
 def tasks_of(model: kvcli.Model, of: str, names: Sequence[str]) -> list[Task]:
     from tests.demo_model.example import example_report
 
+    if of not in NEW:
+        return [Task(name, [model.encode(one) for one in REQUESTS[name]]) for name in names]
     report = example_report()
     text = model.tokenizer.decode(model.tokenizer.encode(report.text)[: READ - 40])
     facts = [fact for fact in report.facts if fact.sentence in text]
@@ -230,6 +247,7 @@ def row(
         "accepted": round(stats.acceptance_rate, 3) if stats.draft_tokens else None,
         "accepted_first": round(depth[0], 3) if depth else None,
         "drafted_passes": round(stats.drafted_share, 3),
+        "accepted_length": round(stats.mean_acceptance_length, 2) if stats.draft_tokens else None,
         "tokens_a_pass": round(stats.tokens_per_pass, 2),
         "draft_ms_a_token": round(1000 * median(run.drafting / run.stats.new for run in runs), 3),
         "verify_ms_a_pass": round(
@@ -242,7 +260,7 @@ def row(
 
 def lengths(model: kvcli.Model, of: str, task: Task, prefix_cache: PrefixCache) -> list[int]:
     """Tokens until plain greedy decoding stops; what it has read is kept for all."""
-    most, found = NEW[of].get(task.name, NEW[of][""]), []
+    most, found = NEW[of].get(task.name, NEW[of][""]) if of in NEW else SHORT, []
     for prompt in task.prompts:
         session = side_of(model, PLAIN, 0.0).new_session()
         prefix_cache.load_prefix(session, prompt)
@@ -273,7 +291,7 @@ def drafters(
         if "demo-wide" in models:
             write(Path(folder, "demo-wide"))
         for of in models:
-            model = looked_at(kvcli.load(of if of == "demo" else str(Path(folder, of)), profile="exact"))
+            model = looked_at(kvcli.load(str(Path(folder, of)) if of == "demo-wide" else of, profile="exact"))
             prefix_cache = PrefixCache(Path(folder, f"kept-{of}"), 1 << 33, model.lm, min_work=0)
             for task in tasks_of(model, of, tasks):
                 task.new = lengths(model, of, task, prefix_cache)

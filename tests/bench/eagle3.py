@@ -16,7 +16,7 @@ import math
 import sys
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -29,15 +29,18 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import kvcli
-from kvcli.engine.engine import generate_together, run_to_end
-from kvcli.engine.forward_request import LAST_STATE, ForwardRequest, Passes, Rows
+from kvcli.demo.report import write_report
+from kvcli.engine.engine import generate_together
+from kvcli.engine.forward_request import Draft, Passes
 from kvcli.engine.hf.lm import LM
-from kvcli.kv.tiers.dense import Dense
+from kvcli.engine.stats import Step
+from kvcli.methods.drafts.off import Off
 
 UNROLLED, FADES = 3, 0.8  # draft passes in training, and the weight of each beside the one before
 WINDOW, TOGETHER = 256, 4  # tokens of a training text, and how many of them make a step
 RATE = 1e-3
-ASKED = 16  # prompts that are answered at once
+SHARP = 1.0  # of attention to the row itself, before training
+ASKED = 48  # prompts that are answered at once
 ROOT = Path(__file__).resolve().parents[2]
 
 
@@ -47,7 +50,7 @@ def config_of(lm: LM, draft_vocab: int) -> dict[str, Any]:
     return {
         "architectures": ["LlamaForCausalLMEagle3"], "model_type": "llama", "hidden_size": text.hidden_size,
         "target_hidden_size": text.hidden_size, "num_hidden_layers": 1, "num_attention_heads": lm.n_heads,
-        "num_key_value_heads": lm.n_kv_heads, "head_dim": lm.head_dim, "intermediate_size": text.intermediate_size,
+        "num_key_value_heads": lm.shapes[-1].n_kv_heads, "head_dim": lm.head_dim, "intermediate_size": text.intermediate_size,
         "rms_norm_eps": 1e-5, "rope_theta": 10000.0, "hidden_act": "silu", "attention_bias": False,
         "max_position_embeddings": lm.limit, "vocab_size": lm.vocab, "draft_vocab_size": draft_vocab,
         "tie_word_embeddings": False, "bos_token_id": None, "eos_token_id": None, "dtype": "bfloat16",
@@ -155,132 +158,185 @@ def layers_of(lm: LM) -> tuple[int, int, int]:
     return 2, lm.n_layers // 2, lm.n_layers - 3
 
 
-def seen(lm: LM, ids: Sequence[int]) -> Passes[Text]:
-    """One pass, in ranges of layers that end where a hidden state is wanted."""
-    cache, n, ends = Dense(lm.shapes, lm.dtype, lm.device), len(ids), layers_of(lm)
-    rows, hidden, found, at = Rows.chain(ids, 0), None, dict[int, Tensor](), 0
-    new: dict[int, Any] = {}
-    for end in (*sorted(set(ends)), lm.n_layers):
-        is_last = end == lm.n_layers
-        result = yield ForwardRequest(
-            lm, rows, cache, layers=range(at, end), hidden=hidden, want=range(n) if is_last else (),
-            record_hidden_states=LAST_STATE if is_last else (),
-        )  # fmt: skip
-        assert result.hidden is not None
-        new |= result.fresh
-        at, hidden = end, result.hidden.clone()
-        found[end] = hidden
-    states = torch.cat([found[end] for end in ends], 1)
-    return Text(torch.tensor(ids), states.bfloat16(), found[lm.n_layers].bfloat16())
+@dataclass(frozen=True)
+class Recorder(Off):
+    """Plain decoding that keeps the hidden states of each token."""
+
+    layers: tuple[int, ...] = ()
+    kept: list[Tensor] = field(default_factory=list)
+
+    def propose(self, ids: Sequence[int], room: int, context: Any = None) -> Draft:
+        return Draft([], [], needs=(*self.layers, -1))
+
+    def observe(self, step: Step) -> None:
+        assert step.hidden is not None
+        self.kept.append(step.hidden.bfloat16())
+
+    def text(self, ids: Sequence[int]) -> Text:
+        """The text that ends with these ids, of which the last was in no pass."""
+        states = torch.cat(self.kept)
+        e = states.shape[1] // (1 + len(self.layers))
+        return Text(torch.tensor(ids[-1 - len(states) : -1]), states[:, :-e].clone(), states[:, -e:].clone())
 
 
-def texts_of(model: kvcli.Model, n: int, rng: Random) -> Iterator[list[int]]:
-    """About n tokens of documents, and as many that the model writes."""
-    from kvcli.demo.report import write_report
-
-    is_demo = model.lm.vocab < 4096
-    if is_demo:
+def texts_of(model: kvcli.Model, n: int, rng: Random) -> Iterator[Text]:
+    """About n tokens that the model answers, greedily or sampled."""
+    if model.lm.vocab < 4096:  # the demo continues its reports
         whole = [write_report(Random(f"eagle {i}"), 2000, 0.35).text for i in range(1 + n // 3000)]
     else:
         whole = [p.read_text() for p in sorted(ROOT.rglob("docs/**/*.md"))]
-    lines = [line for text in whole for line in text.split("\n") if 40 < len(line) < 300 and "|" not in line]
-    rng.shuffle(lines)
-    kept, known = 0, [model.tokenizer.encode(text) for text in whole]
-    while kept < n:
-        (ids,) = rng.choices(known, [len(ids) for ids in known])
-        at = rng.randrange(max(1, len(ids) - WINDOW))
-        found = ids[at : at + WINDOW]
-        kept += len(found)
-        yield found
-    asked, kept = 0, 0
-    while kept < n:
-        prompts = []
-        for line in lines[asked : asked + ASKED]:
-            how = rng.choice(ASKS) if not is_demo else "{}"
-            prompts.append(model.encode(how.format(line.lstrip("-#*0123456789. "))))
-        asked = (asked + len(prompts)) % max(1, len(lines) - ASKED)
+    asks = [line for text in whole for line in text.split("\n") if 40 < len(line) < 300 and "|" not in line]
+    if model.lm.vocab >= 4096:
+        asks = [*(ask.format(of) for ask in ASKS for of in ABOUT.split(", ")), *reworked(asks)]
+    rng.shuffle(asks)
+    kept = 0
+    while kept < n and asks:
+        prompts, asks = [model.encode(ask) for ask in asks[:ASKED]], asks[ASKED:]
         samples = [{"temperature": rng.choice([0.0, 0.8]), "seed": kept + i} for i in range(len(prompts))]
         of = [model.with_profile(model.profile.replace(sample=sample)) for sample in samples]
         for task in generate_together(*map(written, of, prompts)):
-            kept += len(task.result())
+            kept += len(task.result().ids)
             yield task.result()
 
 
+def reworked(lines: Sequence[str]) -> list[str]:
+    """Tasks that copy, shorten or translate a line of the documents."""
+    asks = ("Summarize: {}", "Rewrite in other words: {}", "Translate to French: {}", "Repeat this text: {}")
+    return [asks[i % len(asks)].format(line.lstrip("-#*0123456789. ")) for i, line in enumerate(lines)][::5]
+
+
+# no question of tests/bench/drafters.py is among these
 ASKS = (
-    "{}", "Explain this: {}", "Write a short story that begins with: {}", "Rewrite in other words: {}",
-    "What does this mean? {}", "Write a letter about this: {}", "List five things to know about: {}",
-    "Write a Python function for this: {}", "Give advice on this: {}", "Summarize: {}",
+    "What is {}?", "Explain {} to a child.", "Write a short story about {}.", "Give me five tips about {}.",
+    "Why is {} important?", "Write a letter to a friend about {}.", "What are the advantages and disadvantages of {}?",
+    "Write a Python class for {}.", "Write a poem about {}.", "How do I learn more about {}?", "Tell me about {}.",
+    "List the main things to know about {}.", "Describe the history of {}.", "How does {} work?",
+    "Write a Python function that counts words about {}.", "Write an introduction to an article about {}.",
 )  # fmt: skip
+ABOUT = (
+    "gardening, the moon, electric cars, chess, bread, the Roman Empire, photosynthesis, insurance, jazz, a storm, "
+    "volcanoes, time management, bees, a bank account, democracy, swimming, black holes, a library, cheese, trade, "
+    "the heart, remote work, a shopping list, earthquakes, coffee, school, a robot, vaccines, football, loneliness, "
+    "the printing press, budgets, dogs, a lost key, climate, painting, sleep, rivers, databases, a job interview, "
+    "history, the internet, salt, friendship, a queue, matrices, travel by train, the sun, cooking rice, text files, "
+    "a mountain village, algebra, whales, honesty, public transport, the Silk Road, a sorting algorithm, music, rain"
+)
 
 
-def written(model: kvcli.Model, prompt: Sequence[int]) -> Any:
-    """The end of a prompt, and an answer to it."""
+def written(model: kvcli.Model, prompt: Sequence[int]) -> Passes[Text]:
+    """An answer, as the model saw it."""
     session = model.new_session()
     yield from session.read(prompt)
-    yield from session.stream(WINDOW - 32, model.lm.stop_ids)
-    return session.ids[-WINDOW:]
-
-
-def collected(model: kvcli.Model, n: int, rng: Random) -> list[Text]:
-    found, total, began = list[Text](), 0, time.perf_counter()
-    for ids in texts_of(model, n // 2, rng):
-        if len(ids) < 32:
-            continue
-        found.append(run_to_end(seen(model.lm, ids)))
-        if total // 10_000 != (total + len(ids)) // 10_000:
-            print(f"{total + len(ids):,} tokens read, {time.perf_counter() - began:.0f} s", file=sys.stderr, flush=True)
-        total += len(ids)
-    return found
+    session.drafter = recorder = Recorder(layers_of(model.lm))
+    yield from session.stream(WINDOW, model.lm.stop_ids)
+    return recorder.text(session.ids)
 
 
 # ---- training ----
 
 
-def trained(model: kvcli.Model, texts: list[Text], draft_vocab: int, minutes: float, rng: Random) -> tuple[Any, ...]:
-    """The head, its words, and the shares of first choices that were right, by pass, in texts that it did not see."""
-    lm = model.lm
-    torch.set_num_threads(1)
-    table = weight_of(lm.model.get_input_embeddings(), lm)
-    output = weight_of(lm.model.get_output_embeddings(), lm)
+@dataclass
+class Target:
+    """Of the model: its embeddings, and the rows of its output layer that the head has."""
+
+    table: Tensor  # [V, E]
+    words: Tensor  # [W], rising token ids
+    output: Tensor  # [W, E]
+    scale: Tensor  # [3 E]: by which states are divided in training
+    size: float  # of what the output layer gets
+
+
+def target_of(lm: LM, texts: Sequence[Text], draft_vocab: int) -> Target:
     counts = torch.zeros(lm.vocab)
     for text in texts:
         counts += torch.bincount(text.ids, minlength=lm.vocab)
     words = counts.topk(draft_vocab).indices.sort().values
-    its = output[words]
-    config = config_of(lm, draft_vocab)
-    head = Plain(config)
-    for name, p in head.named_parameters():
+    covered = float(counts[words].sum() / counts.sum())
+    print(f"{draft_vocab:,} words are {covered:.1%} of the tokens", file=sys.stderr, flush=True)
+    table, output = (weight_of(m, lm) for m in (lm.model.get_input_embeddings(), lm.model.get_output_embeddings()))
+    scale = torch.cat([text.states for text in texts[:50]]).float().pow(2).mean(0).sqrt().clamp(min=1e-3)
+    size = float(torch.cat([text.last for text in texts[:50]]).float().pow(2).mean().sqrt())
+    return Target(table, words, output[words], scale, size)
+
+
+def begun(head: Plain, texts: Sequence[Text], of: Target) -> None:
+    """Set the head to what least squares find: `fc` gives what the output layer got for the token before, and attention
+    to the row itself adds what the token changes of it."""
+    e, d, layer = of.table.shape[1], head.d, head.midlayer
+    for p in head.parameters():
         if p.ndim == 2:
-            nn.init.normal_(
-                p, std=p.shape[1] ** -0.5 * (0.5 if name.endswith(("o_proj.weight", "down_proj.weight")) else 1)
-            )
-    head.lm_head.weight.data.copy_(its)
+            nn.init.normal_(p, std=p.shape[1] ** -0.5)
+    states, last = (torch.cat([getattr(t, name)[:-1] for t in texts]).float() for name in ("states", "last"))
+    after = torch.cat([t.last[1:] for t in texts]).float() / of.size
+    head.fc.weight.data = solved(states / of.scale, last / of.size).T.contiguous()
+    hidden = head.fc(states / of.scale)
+    embedded = of.table[torch.cat([t.ids[1:] for t in texts])]
+    both = torch.cat([layer.input_layernorm(embedded), layer.hidden_norm(hidden)], -1)  # type: ignore[operator]
+    u, s, v = torch.linalg.svd(solved(both, after - hidden).T, full_matrices=False)
+    attn: Any = layer.self_attn
+    attn.o_proj.weight.data.zero_()
+    n = head.kv * 2 // 3  # key-value heads that attend to their own row; the others learn what to attend to
+    group = head.heads // head.kv
+    for i in range(n):
+        at, root = slice(i * d, (i + 1) * d), s[i * d : (i + 1) * d].sqrt()
+        attn.v_proj.weight.data[at] = root[:, None] * v[at]
+        near = nn.init.orthogonal_(torch.empty(d, e)) * (e / d) ** 0.5 * SHARP
+        attn.k_proj.weight.data[at] = torch.cat([near, near * 0], 1)
+        for j in range(i * group, (i + 1) * group):
+            out = slice(j * d, (j + 1) * d)
+            attn.q_proj.weight.data[out] = torch.cat([near, near * 0], 1)
+            attn.o_proj.weight.data[:, out] = u[:, at] * root / group
+    head.midlayer.mlp.down_proj.weight.data.mul_(0.1)  # type: ignore[union-attr, operator]
+    head.norm.weight.data.fill_(of.size)
+    head.lm_head.weight.data.copy_(of.output)
     head.lm_head.requires_grad_(False)  # rows of the model's own output layer, as they are
+
+
+def solved(x: Tensor, y: Tensor) -> Tensor:
+    """Return the matrix that makes y of x by least squares, with a small ridge."""
+    square = x.T @ x
+    square += 1e-3 * square.diagonal().mean() * torch.eye(len(square))
+    found: Tensor = torch.linalg.solve(square.double(), (x.T @ y).double()).float()
+    return found
+
+
+def trained(model: kvcli.Model, texts: list[Text], draft_vocab: int, minutes: float, rng: Random) -> tuple[Any, ...]:
+    """The head, its words, and the shares of first choices that were right, by pass, in texts that it did not see."""
+    torch.set_num_threads(1)
+    of = target_of(model.lm, texts, draft_vocab)
+    config = config_of(model.lm, draft_vocab)
+    head = Plain(config)
     rng.shuffle(texts)
-    held, texts = texts[: max(4, len(texts) // 20)], texts[max(4, len(texts) // 20) :]
+    held = texts[: max(4, len(texts) // 20)]
+    del texts[: len(held)]
+    with torch.no_grad():
+        begun(head, texts[:150], of)
     optimizer = torch.optim.AdamW(
         [p for p in head.parameters() if p.requires_grad], lr=RATE, betas=(0.9, 0.95), weight_decay=0.0
     )
-    began, step, mean = time.process_time(), 0, 0.0
+    began, step, mean, share = time.process_time(), 0, 0.0, 0.0
     queue = list[Text]()
-    while (share := (time.process_time() - began) / (60 * minutes)) < 1:
+    while share < 1:
+        if step % 50 == 0:
+            with torch.no_grad():
+                right = losses(head, held, of)[1]
+            print(f"step {step}, {share:.0%}, loss {mean:.3f}, right {right}", file=sys.stderr, flush=True)
         if len(queue) < TOGETHER:
             queue += rng.sample(texts, len(texts))
         batch, queue = queue[:TOGETHER], queue[TOGETHER:]
         for group in optimizer.param_groups:
             group["lr"] = RATE * min(1, (step + 1) / 30) * (1 - share) ** 0.7
-        loss, _ = losses(head, batch, table, its, words)
+        loss, _ = losses(head, batch, of)
         optimizer.zero_grad()
         loss.backward()
         nn.utils.clip_grad_norm_(head.parameters(), 0.5)
         optimizer.step()
         step, mean = step + 1, loss.item() if not step else 0.95 * mean + 0.05 * loss.item()
-        if step % 25 == 0:
-            with torch.no_grad():
-                right = losses(head, held, table, its, words)[1]
-            print(f"step {step}, {share:.0%}, loss {mean:.3f}, right {right}", file=sys.stderr, flush=True)
+        share = (time.process_time() - began) / (60 * minutes)
     with torch.no_grad():
-        return config, head, words, losses(head, held, table, its, words)[1], step
+        right = losses(head, held, of)[1]
+        head.fc.weight.data /= of.scale
+    return config, head, of.words, right, step
 
 
 def weight_of(module: Any, lm: LM) -> Tensor:
@@ -292,28 +348,26 @@ def weight_of(module: Any, lm: LM) -> Tensor:
         return module(eye).float().T.contiguous().clone()
 
 
-def losses(
-    head: Plain, batch: Sequence[Text], table: Tensor, output: Tensor, words: Tensor
-) -> tuple[Tensor, list[float]]:
+def losses(head: Plain, batch: Sequence[Text], of: Target) -> tuple[Tensor, list[float]]:
     """The loss, and by pass the share of rows whose first choice is the model's."""
     total, right, counted = torch.zeros(()), [0.0] * UNROLLED, [0.0] * UNROLLED
     n = max(len(text.ids) for text in batch)
-    pad = [F.pad(text.ids, (0, n - len(text.ids))) for text in batch]
-    states = torch.stack([F.pad(t.states, (0, 0, 0, n - len(t.ids))) for t in batch]).float()
+    states = torch.stack([F.pad(t.states, (0, 0, 0, n - len(t.ids))) for t in batch]).float() / of.scale
     last = torch.stack([F.pad(t.last, (0, 0, 0, n - len(t.ids))) for t in batch]).float()
     is_real = torch.stack([torch.arange(n) < len(t.ids) for t in batch])
-    embedded = table[torch.stack(pad)]
+    embedded = of.table[torch.stack([F.pad(text.ids, (0, n - len(text.ids))) for text in batch])]
     # a row has the hidden state of the token before it
     hidden = head.fc(torch.cat([torch.zeros_like(states[:, :1]), states[:, :-1]], 1))
-    wanted = (last @ output.T).log_softmax(-1)
-    best = wanted.argmax(-1)
+    with torch.no_grad():
+        wanted = (last @ of.output.T).log_softmax(-1)
+        best, wanted = wanted.argmax(-1), wanted.exp_()
     for step, gave in enumerate(head.unrolled(embedded, hidden, UNROLLED)):
-        said = head.lm_head(head.norm(gave)).log_softmax(-1)
         counts = is_real.clone()
         counts[:, : step + 1] = False
-        cross = -(wanted.exp() * said).sum(-1)[counts].mean()
+        said = head.lm_head(head.norm(gave[counts])).log_softmax(-1)
+        cross = -(wanted[counts] * said).sum(-1).mean()
         total = total + FADES**step * cross
-        right[step] += float((said.argmax(-1) == best)[counts].sum())
+        right[step] += float((said.argmax(-1) == best[counts]).sum())
         counted[step] += float(counts.sum())
     return total, [round(a / b, 3) for a, b in zip(right, counted, strict=True)]
 
@@ -340,7 +394,7 @@ def main() -> None:
     rng, began = Random(0), time.perf_counter()
     model = kvcli.load(asked.model, profile="exact")
     saved = asked.folder / "texts.pt"
-    texts = torch.load(saved, weights_only=False) if saved.exists() else collected(model, asked.tokens, rng)
+    texts = torch.load(saved, weights_only=False) if saved.exists() else [*texts_of(model, asked.tokens, rng)]
     if not saved.exists():
         asked.folder.mkdir(parents=True, exist_ok=True)
         torch.save(texts, saved)

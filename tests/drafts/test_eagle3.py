@@ -84,7 +84,11 @@ def test_drafts_are_those_of_a_plain_forward_pass(family: str) -> None:
         new, rows = ids[had:at], Rows.chain(ids[had - 1 : at - 1], had - 1)
         head.observe(Step(rows, torch.empty(0), list(range(len(new))), list(new), 0.0, hidden=states[had - 1 : at - 1]))
         head.extend(list(new))
-        (found,) = run_to_end(head.catch_up())
+        assert head.newest(8) == list(ids[max(had, at - 8) : at])
+        rows = run_to_end(head.catch_up(min(3, len(new))))
+        for end, found in zip(range(at - len(rows), at), rows, strict=True):
+            alike(found, theirs(plain, table, states, ids[: end + 1], [])[0], words)
+    assert head.newest(8) == [ids[-1]]
     drafts = [5, 8]
     want = theirs(plain, table, states, ids, drafts)
     alike(found, want[0], words)
@@ -270,6 +274,10 @@ def test_it_is_refused_alone_and_where_it_does_not_belong(machine: Machine) -> N
     setup = Setup(machine.world(), "demo", flags=profile_flags({"draft": "stranger"}))
     with pytest.raises(BadModel, match="stranger is an EAGLE-3 head that does not fit demo"):
         setup.load(setup.profile).drafts_by  # noqa: B018
+    (machine.folder / "stranger" / "model.safetensors").rename(machine.folder / "stranger" / "pytorch_model.bin")
+    with pytest.raises(BadModel, match="stranger are pickle files") as found:
+        setup.load(setup.profile).drafts_by  # noqa: B018
+    assert found.value.try_ == ("look for a safetensors copy of the model",), "pickles of draft models are never opened"
     for method, name, says in (("model", "head", "is an EAGLE-3 head"), ("eagle3", "demo", "is a complete model")):
         setup = Setup(machine.world(), "demo", flags={})
         with pytest.raises(BadModel, match=says):

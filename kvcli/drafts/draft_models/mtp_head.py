@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from kvcli.drafts.draft_models.hidden_state_head import HiddenStateHead
+from kvcli.drafts.draft_models.draft_model import DraftModel
 from kvcli.drafts.draft_models.layer_skip import SEEN, newest_before
 from kvcli.drafts.draft_models.separate_model import shared
 from kvcli.drafts.sources.logit_recycling import top
@@ -34,6 +34,38 @@ if TYPE_CHECKING:
     from kvcli.kv.tiers.draft_buffers import DraftBuffers
 
 MOST = 256  # hidden states waiting for the head's next pass; older ones become a hole
+
+
+class HiddenStateHead(DraftModel):
+    """Draft head over the target model; only the hidden state of the pending token is known."""
+
+    needs: tuple[int, ...] = LAST_STATE
+
+    def __init__(self, lm: LM, head: LM) -> None:
+        self._lm, self._head = lm, head
+        self._text: list[int] = []
+        self._context: DraftContext | None = None
+        self.discard_cache()
+
+    @property
+    def name(self) -> str:
+        return self._head.info.id
+
+    @property
+    def limit(self) -> int:
+        return self._lm.limit
+
+    @property
+    def length(self) -> int:
+        return len(self._text)
+
+    def newest(self, n: int) -> list[int]:
+        """Return the pending token. Earlier tokens have known successors, and their states are not kept."""
+        return self._text[-1:]
+
+    def bind(self, context: DraftContext | None) -> None:
+        """Set the target model's cache."""
+        self._context = context
 
 
 class MtpHead(HiddenStateHead):
@@ -57,12 +89,18 @@ class MtpHead(HiddenStateHead):
 
     @property
     def n_uncovered(self) -> int:
-        """Number of rows of the next `catch_up` pass."""
-        return max(1, len(self._at))
+        """Number of tokens after those that are stored; `catch_up` leaves out those without a hidden state."""
+        return max(1, self.length - self._end)
 
     def usage(self) -> list[Usage]:
         """Memory of the head's KV cache, as tier "draft"."""
         return [replace(use, tier="draft") for use in self._kv.usage()]
+
+    def newest(self, n: int) -> list[int]:
+        """Return the last n tokens, or as many as have a hidden state waiting; at least the pending token."""
+        end = self.length - 1
+        waiting = sum(at == end - i for i, at in enumerate(reversed(self._at[-n:])))
+        return self._text[-max(1, waiting) :]
 
     # ---- the sequence ----
 
@@ -97,8 +135,7 @@ class MtpHead(HiddenStateHead):
     # ---- passes ----
 
     def catch_up(self, want: int = 1, most: float = math.inf) -> Passes[list[list[float]]]:
-        """Return the hook output of the pending token's row; empty if the hidden state before it is unknown."""
-        assert want == 1, "more than one hook output is wanted"
+        """Return the hook output of the last `want` rows; empty if the hidden state before the last is unknown."""
         self._drop()
         if self._end == self.length:  # called again after the verification pass failed
             self._kv.crop(self.length - 1)
@@ -107,19 +144,24 @@ class MtpHead(HiddenStateHead):
             if self._lm.recurrent_layers:
                 return []
             yield from self._hear_again()
-        at, states = self._at, self._states
+        n = int(min(most, MOST))
+        at, states = self._at[-n:], self._states[-n:]
         rows = Rows([self._text[p] for p in at], at, tree_mask=None, tree=len(at), parent=())
         result = yield ForwardRequest(
-            self._head, rows, self._kv, want=[len(at) - 1], logits_hook=top, hidden=states,
+            self._head, rows, self._kv, want=range(len(at))[-want:], logits_hook=top, hidden=self._given(states),
             record_hidden_states=LAST_STATE, grows=self.limit - at[0],
         )  # fmt: skip
         assert result.hidden is not None
         commit(self._kv, rows, result, range(len(at)))
-        self._end, self._last, self._grown = at[-1] + 1, states[-1:], result.hidden.clone()
+        self._end, self._last, self._grown = at[-1] + 1, states[-1:], result.hidden[-1:].clone()
         self._at, self._states = [], states[:0]
         self._ahead = DraftTreeKV(self._head, self._kv, self.length, buffers=self._buffers)
         self._buffers = self._ahead.buffers
-        return [result.hook_output(0)]
+        return [result.hook_output(i) for i in range(want)]
+
+    def _given(self, states: Tensor) -> Tensor:
+        """Return what the head's rows get of these hidden states."""
+        return states
 
     def _hear_again(self) -> Passes[None]:
         """Recompute the hidden states of the newest tokens."""

@@ -22,7 +22,7 @@ from kvcli.kv.out_of_memory import as_cache_full
 if TYPE_CHECKING:
     from kvcli.drafts.draft_models.draft_model import DraftModel
     from kvcli.drafts.sources.prompt_lookup import PromptLookup
-    from kvcli.engine.forward_request import ForwardResult, Passes
+    from kvcli.engine.forward_request import ForwardResult, NeededTensors, Passes
     from kvcli.engine.hf.lm import LM
     from kvcli.engine.sequence.sampler import Sampler
     from kvcli.engine.sequence.token_history import TokenHistory
@@ -31,6 +31,8 @@ if TYPE_CHECKING:
 log = logging.getLogger("kvcli.drafts")
 
 LOOK = 64  # tokens of a trial pass
+_HEARD = 24  # tokens of a trial pass of a draft head, for which earlier passes must record hidden states
+_RECORDING = 0.02  # time that this adds to a pass, in plain passes, about
 _FIRST = 5  # tokens of the first trial pass, before the first draft
 _SHARE = 0.005  # share of plain decoding time spent on trial passes
 _FEW = 5  # largest row count of a pass that is timed as a draft pass
@@ -76,6 +78,8 @@ class ModelDraft:
         self.depth, self._vocab, self._share, self._ends = depth, target.vocab, share, frozenset(ends)
         self._seconds: deque[float] = deque(maxlen=9)  # seconds of passes with few rows
         self._look, self._waited = 0.0, 0  # seconds of the last trial pass, and passes since the draft model last ran
+        self._hears = bool(draft_model.needs)  # what earlier passes must record
+        self._due = 0.0  # number of these at which a trial pass is due
         self._growth, self._cascade = growth or Growth(), cascade
         self._places: list[TreeNode] = []  # the sequence's end, and the draft tokens that have been through a pass
         self._shape: TreeShape | None = None  # shape of all trees, if fixed
@@ -97,9 +101,16 @@ class ModelDraft:
         return median_low(self._seconds) / plain if plain and self._seconds else self._share
 
     @property
+    def needs(self) -> NeededTensors:
+        """Outputs that the next step must record: () while neither a draft nor a trial pass is near."""
+        is_near = self._waited < _HEARD or self._waited >= self._due - _HEARD
+        return self.draft_model.needs if is_near and not self.why else ()
+
+    @property
     def is_untried(self) -> bool:
         """True if no draft pass was made yet and the sequence has tokens for a trial pass."""
-        return not self._seconds and not self._look and len(self.draft_model.newest(2)) > 1
+        of = self.draft_model
+        return not self._seconds and not self._look and max(len(of.newest(2)), of.n_uncovered) > 1
 
     # ---- the sequence ----
 
@@ -278,9 +289,14 @@ class ModelDraft:
     def _is_due(self, plain: float) -> bool:
         """True if enough time has passed since the last draft pass for a trial pass."""
         if self.is_untried:
-            return plain > 0 and self.draft_model.n_uncovered >= _FIRST
+            return plain > 0 and self._covers(_FIRST)
         units = self._look / plain if self._look and plain else 4 * self._share
-        return plain > 0 and self.draft_model.n_uncovered >= LOOK and self._waited >= units / _SHARE
+        self._due = (units + (_HEARD * _RECORDING if self._hears else 0.0)) / _SHARE
+        return plain > 0 and self._covers(_HEARD if self._hears else LOOK) and self._waited >= self._due
+
+    def _covers(self, n: int) -> bool:
+        """True if a trial pass can compare n tokens."""
+        return self.draft_model.n_uncovered >= n and not (self._hears and len(self.draft_model.newest(n)) < n)
 
     def _choices(
         self, hook_output: Sequence[float], path: Sequence[int], off: int = 0

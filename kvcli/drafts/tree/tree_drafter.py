@@ -66,6 +66,7 @@ class TreeDrafter:
         self._draft_tokens: list[DraftToken] | None = None
         self._lookahead: LookaheadRows | None = None  # lookahead rows of the running pass
         self._mode = Mode.DRAFT  # purpose of the running pass
+        self._is_trial = False  # a trial pass of the draft model came before it
         self._learns_from_logits = True  # False in plain passes during a pause
         self._accepted_by = dict.fromkeys((source.name for source in sources), 0)
         self._dry_run: list[int] = []  # tokens of a dry-run draft still to be compared
@@ -136,23 +137,23 @@ class TreeDrafter:
             # draft tokens of other sources need no pass, so the model's tokens must gain more and pay for its passes
             is_asked = not is_sure and self._pays((), self._control.net_gain(chances, self._safe(draft_tokens)))
         room_to_ask = room if is_asked else 0
-        is_trial = yield from chain.extend_draft(room_to_ask, self._pays, self._control.plain, self._control.costs)
-        if is_trial and mode is Mode.DRY_RUN:
+        pays, control = self._pays, self._control
+        self._is_trial = yield from chain.extend_draft(room_to_ask, pays, control.plain, control.costs)
+        if self._is_trial and mode is Mode.DRY_RUN:
             self._control.observe_dry_run(self._pays(()))
         return self._proposal(mode, room)
 
     def _proposal(self, mode: Mode, room: int) -> Draft:
         from kvcli.engine.forward_request import Draft  # late: reading a profile must not import torch
 
-        needs = self._chain.draft_model.needs if self._chain is not None else ()
+        # also of a plain pass that is timed: what it does not record would have to be computed again
+        needs = self._chain.needs if self._chain is not None and not self._control.is_paused else ()
         if self._chain is not None and (unread := self._chain.unread[: self._config.max]):
             self._draft_tokens = None  # until the target has verified them
             return Draft([-1] * len(unread), [*range(-1, len(unread) - 1)], needs=needs, follows=unread)
         self._draft_tokens = self._grow(mode, room)
         rows = self._rows(self._draft_tokens) if mode is Mode.DRAFT else 0
         self._lookahead = self._lookahead_for(mode, room, rows)
-        if mode is not Mode.DRAFT:
-            return Draft.none()
         tokens = self._draft_tokens[:rows]
         return Draft([t.id for t in tokens], [t.parent for t in tokens], self._lookahead, needs)
 
@@ -178,7 +179,9 @@ class TreeDrafter:
             self._harvest(step)
         if self._learns_from_logits:
             self._learn_from_logits(step)
-        ahead = self._chain.spent if self._chain is not None else 0.0
+        ahead = before = self._chain.spent if self._chain is not None else 0.0
+        if self._is_trial:  # a trial takes a fixed share of the time, and says nothing about the speed of drafting
+            ahead, self._is_trial = 0.0, False
         if self._chain is not None:
             self._chain.draft_model.observe(step)
         self._extend(step.new)
@@ -188,7 +191,7 @@ class TreeDrafter:
         if step.company is not None:
             surcharge = self._control.observe_beside(step.company, *of, step.rows.n_rows, spent)
         else:
-            surcharge = self._control.observe(*of, step.seconds + spent, lookahead_rows, ahead)
+            surcharge = self._control.observe(*of, step.seconds + spent + ahead - before, lookahead_rows, ahead)
         if lookahead_rows and self._config.adaptive:
             self._lookahead_payoff.observe(brought, surcharge, self._control.speed)
         self._draft_tokens, self._lookahead = None, None

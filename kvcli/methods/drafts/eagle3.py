@@ -55,7 +55,7 @@ class Eagle3Draft(ModelDraftSettings):
         from kvcli.kv.tiers.draft_buffers import ROOM
 
         kv = (-(-n // Dense.STEP) * Dense.STEP + ROOM) * of.last_slot
-        return Footprint(beside=kv + MOST * of.hidden * of.number, chunk=MOST, rows=self.branches)
+        return Footprint(beside=kv + MOST * 3 * of.hidden * of.number, chunk=MOST, rows=self.branches)
 
     def drafter(self, ends: Collection[int] = (), pair: ModelPair | None = None) -> TreeDrafter:
         """Return a drafter without a sequence."""

@@ -121,9 +121,10 @@ class Eagle3Head(MtpHead):
         self.needs = self._eagle.layers_read
         super().__init__(lm, head)
 
-    def _wait(self, at: Sequence[int], states: Tensor) -> None:
+    def _given(self, states: Tensor) -> Tensor:
         with torch.inference_mode():
-            super()._wait(at, self._eagle.fc(states.to(self._head.dtype)))
+            fused: Tensor = self._eagle.fc(states.to(self._head.dtype))
+        return fused
 
     def catch_up(self, want: int = 1, most: float = math.inf) -> Passes[list[list[float]]]:
         return self._named((yield from super().catch_up(want, most)))
