@@ -79,10 +79,8 @@ TIERS: frozenset[Effect] = frozenset({"quantizes", "offloads", "caps", "demotes"
 NOT_WHOLE: frozenset[Effect] = TIERS | {"evicts", "selects", "skims"}
 ALTERED: frozenset[Effect] = NOT_WHOLE | {"prunes", "reuses"}  # other texts cannot continue from such KV
 SMALLER: frozenset[Effect] = frozenset({"quantizes", "evicts", "selects"})  # drafts from such a cache may be verified
-
-KV_OF_ALL = "the KV of all tokens as computed, in one place"
-
 LOSSY: frozenset[Effect] = SMALLER | {"prunes", "reuses", "condenses", "steps", "skims"}  # they change the text
+KV_OF_ALL = "the KV of all tokens as computed, in one place"
 
 
 @dataclass(frozen=True, slots=True)

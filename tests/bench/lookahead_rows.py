@@ -1,0 +1,171 @@
+"""Do lookahead rows earn what they cost? Tokens a pass on a real model, and what the rows of its passes take.
+
+    python tests/bench/lookahead_rows.py [--model smollm2-135m] [--texts prose,code,article,talk] [--ctx 1024]
+        [--new 64] [--only counts|cost|speed|all] [--resume FILE] [--out FILE]
+
+counts  Tokens and rows of a pass by setting, every source in every pass (adaptive off), greedy. They do not depend on
+        the machine: `--resume FILE` keeps them for the other parts.
+cost    Milliseconds of a pass with so many rows behind `--ctx` tokens, over those of a pass with one row.
+speed   A few settings against plain decoding, sides in turns, everything included, as profiles run them (adaptive on).
+
+"break even" is the time of a pass with the setting's rows, in plain passes: a setting gains where it writes more tokens
+a pass than that. "expected" is their quotient, what speed the counts allow (modelled). Rows are rounded to those timed.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Mapping, Sequence
+from functools import partial
+from itertools import pairwise
+from pathlib import Path
+from statistics import fmean, median
+from typing import Annotated, Any, Literal
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+import torch
+
+from kvcli import load
+from kvcli.bench.profile_side import ProfileSide
+from kvcli.bench.workloads import prompt_of
+from kvcli.environment import Paths
+from kvcli.fit.calibrate import cache_of_length
+from kvcli.fit.calibrate import once as one_pass
+from kvcli.models.catalog import stands_for
+from tests.bench.fafo import looked_at
+from tests.bench.harness import Rows, Words, in_turns, measurement, once, quotients, ran
+
+Table = dict[str, Any]
+
+VIEW: Table = {"view": "stream", "sinks": 16, "recent": 496}
+ALONE: Table = {"method": "lookahead", "view": "all"}
+COPIES, LOGITS, SCOUTS = "prompt-lookup", ["stand", "token-recycling"], "lookahead"
+
+
+def mix(*sources: str, **more: Any) -> Table:
+    return {"method": "mix", "sources": sources, **(VIEW if SCOUTS in sources else {}), **more}
+
+
+SETTINGS: Mapping[str, Table] = {
+    "scouts, 3-grams, window 4": ALONE,
+    "scouts over a view": ALONE | VIEW,
+    "scouts over a view of 16 + 112": ALONE | VIEW | {"recent": 112},
+    "scouts over a view, window 1": ALONE | VIEW | {"window": 1},
+    "scouts over a view, window 2": ALONE | VIEW | {"window": 2},
+    "scouts over a view, window 8": ALONE | VIEW | {"window": 8},
+    "scouts over a view, window 16": ALONE | VIEW | {"window": 16},
+    "scouts over a view, 5-grams": ALONE | VIEW | {"ngram": 5},
+    "scouts over a view, 2 guesses": ALONE | VIEW | {"guesses": 2},
+    "copies": mix(COPIES),
+    "copies, scouts": mix(COPIES, SCOUTS),
+    "copies, scouts of window 8": mix(COPIES, SCOUTS, window=8),
+    "copies, recycled logits": mix(COPIES, *LOGITS),
+    "copies, recycled logits, scouts": mix(COPIES, *LOGITS, SCOUTS),
+}
+TIMED: Mapping[str, Table] = {
+    "plain": {"method": "off"},
+    "scouts over a view": SETTINGS["scouts over a view"],
+    "copies": SETTINGS["copies"],
+    "copies, scouts": SETTINGS["copies, scouts"],
+    "copies, recycled logits": SETTINGS["copies, recycled logits"],
+    "copies, recycled logits, scouts": SETTINGS["copies, recycled logits, scouts"],
+    "copies, recycled logits, scouts, in every pass": SETTINGS["copies, recycled logits, scouts"] | {"adaptive": False},
+}
+ROWS = (1, 2, 3, 4, 6, 8, 12, 16, 20, 24, 32, 48, 64)
+
+
+def counted(model: Any, table: Table, prompt: Sequence[int], new: int) -> dict[str, float]:
+    """Tokens and rows of a pass, as sums over the passes of one continuation."""
+    profile = model.profile.replace(spec={**table, "adaptive": False})
+    stats = ProfileSide("", model.with_profile(profile), torch.get_num_threads()).run(prompt, new).stats
+    assert stats is not None
+    return {"new": stats.new, "passes": stats.passes, "rows": stats.passes + stats.draft_tokens + stats.lookahead_rows}
+
+
+def times(model: Any, context: int, reps: int) -> dict[str, float]:
+    """Seconds of a pass with so many rows."""
+    kv = cache_of_length(model.lm, context)
+    found = in_turns({str(rows): partial(one_pass, model.lm, kv, rows, context) for rows in ROWS}, reps)
+    return {rows: median(took) for rows, took in found.items()}
+
+
+def cost(took: Mapping[str, float], rows: float) -> float:
+    """The time of a pass with so many rows, in passes with one row, between two that were timed."""
+    for a, b in pairwise(ROWS):
+        if rows <= b:
+            share = (rows - a) / (b - a)
+            return (took[str(a)] * (1 - share) + took[str(b)] * share) / took["1"]
+    return took[str(ROWS[-1])] / took["1"] * rows / ROWS[-1]
+
+
+def timed(model: Any, prompt: Sequence[int], new: int, reps: int) -> dict[str, Any]:
+    """Seconds of a token behind the first, by side and repetition."""
+    sides = {
+        name: ProfileSide(name, looked_at(model.with_profile(model.profile.replace(spec=table))), 1)
+        for name, table in TIMED.items()
+    }
+    found = in_turns({name: partial(side.run, prompt, new) for name, side in sides.items()}, reps, warmup=0)
+    return {name: [1 / done.tok_s for done in each] for name, each in found.items()}
+
+
+@measurement(
+    "{model}, {new} tokens behind {ctx}: what lookahead rows bring, and what they cost",
+    note="Texts: {texts}. Counts of all texts together; expected: tokens a pass over break even (modelled).",
+)
+def lookahead_rows(
+    model: str = "smollm2-135m",
+    texts: Words = ("prose", "code", "article", "talk"),
+    ctx: int = 1024,
+    new: int = 64,
+    only: Annotated[Literal["counts", "cost", "speed", "all"], "what is measured now"] = "all",
+    reps: int = 3,
+) -> Rows:
+    loaded = load(stands_for(model, Paths.of(os.environ).data), "exact")
+    ran(loaded.lm)
+    prompts = {name: prompt_of(name, {}, loaded.tokenizer, loaded.lm.vocab, ctx) for name in texts}
+    more: dict[str, Any] = {"columns": ["setting", "tokens a pass", *texts, "rows", "break even", "expected"]}
+    took = None
+    if only in ("cost", "all"):
+        took = once(f"cost {model} {ctx}", partial(times, loaded, ctx, 5 * reps))
+        more["cost"] = {rows: round(of / took["1"], 3) for rows, of in took.items()}
+        more["plain ms"] = round(1000 * took["1"], 2)
+    for name, table in SETTINGS.items() if only in ("counts", "all") else ():
+        found = {
+            text: once(f"{model} {ctx} {new} {text} {name}", partial(counted, loaded, table, prompt, new))
+            for text, prompt in prompts.items()
+        }
+        passes, rows = (sum(of[key] for of in found.values()) for key in ("passes", "rows"))
+        row: dict[str, Any] = {
+            "setting": name,
+            "tokens a pass": round(sum(of["new"] for of in found.values()) / passes, 3),
+        }
+        row |= {text: round(of["new"] / of["passes"], 3) for text, of in found.items()} | {
+            "rows": round(rows / passes, 1)
+        }
+        if took:
+            row["break even"] = round(cost(took, row["rows"]), 3)
+            row["expected"] = round(row["tokens a pass"] / row["break even"], 3)
+        yield row
+    if only in ("speed", "all"):
+        by_text = {
+            text: once(f"speed {model} {ctx} {new} {text}", partial(timed, loaded, prompt, new, reps))
+            for text, prompt in prompts.items()
+        }
+        more["speed"] = [
+            {"side": side, **{text: quotients(of["plain"], of[side]) for text, of in by_text.items()}}
+            | {
+                "all": round(
+                    fmean(median(of["plain"]) for of in by_text.values())
+                    / fmean(median(of[side]) for of in by_text.values()),
+                    3,
+                )
+            }
+            for side in TIMED
+        ]
+    return more
+
+
+if __name__ == "__main__":
+    lookahead_rows.main()
