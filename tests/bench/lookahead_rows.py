@@ -6,7 +6,8 @@
 counts  Tokens and rows of a pass by setting, every source in every pass (adaptive off), greedy. They do not depend on
         the machine: `--resume FILE` keeps them for the other parts.
 cost    Milliseconds of a pass with so many rows behind `--ctx` tokens, over those of a pass with one row.
-speed   A few settings against plain decoding, sides in turns, everything included, as profiles run them (adaptive on).
+speed   A few settings against plain decoding, sides in turns, everything included: as profiles run them, where a source
+        that does not pay is paused, and one in every pass.
 
 "break even" is the time of a pass with the setting's rows, in plain passes: a setting gains where it writes more tokens
 a pass than that. "expected" is their quotient, what speed the counts allow (modelled). Rows are rounded to those timed.
@@ -20,7 +21,7 @@ from collections.abc import Mapping, Sequence
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
-from statistics import fmean, median
+from statistics import median
 from typing import Annotated, Any, Literal
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
@@ -64,15 +65,8 @@ SETTINGS: Mapping[str, Table] = {
     "copies, recycled logits": mix(COPIES, *LOGITS),
     "copies, recycled logits, scouts": mix(COPIES, *LOGITS, SCOUTS),
 }
-TIMED: Mapping[str, Table] = {
-    "plain": {"method": "off"},
-    "scouts over a view": SETTINGS["scouts over a view"],
-    "copies": SETTINGS["copies"],
-    "copies, scouts": SETTINGS["copies, scouts"],
-    "copies, recycled logits": SETTINGS["copies, recycled logits"],
-    "copies, recycled logits, scouts": SETTINGS["copies, recycled logits, scouts"],
-    "copies, recycled logits, scouts, in every pass": SETTINGS["copies, recycled logits, scouts"] | {"adaptive": False},
-}
+EVERY = "scouts over a view, every pass"
+PACED = ("scouts over a view", "copies", "copies, scouts", "copies, recycled logits", "copies, recycled logits, scouts")
 ROWS = (1, 2, 3, 4, 6, 8, 12, 16, 20, 24, 32, 48, 64)
 
 
@@ -100,11 +94,13 @@ def cost(took: Mapping[str, float], rows: float) -> float:
     return took[str(ROWS[-1])] / took["1"] * rows / ROWS[-1]
 
 
-def timed(model: Any, prompt: Sequence[int], new: int, reps: int) -> dict[str, Any]:
+def timed(model: Any, prompt: Sequence[int], new: int, reps: int) -> dict[str, list[float]]:
     """Seconds of a token behind the first, by side and repetition."""
+    tables: Mapping[str, Table] = {"plain": {"method": "off"}, **{name: SETTINGS[name] for name in PACED}}
+    tables = {**tables, EVERY: SETTINGS["scouts over a view"] | {"adaptive": False}}
     sides = {
         name: ProfileSide(name, looked_at(model.with_profile(model.profile.replace(spec=table))), 1)
-        for name, table in TIMED.items()
+        for name, table in tables.items()
     }
     found = in_turns({name: partial(side.run, prompt, new) for name, side in sides.items()}, reps, warmup=0)
     return {name: [1 / done.tok_s for done in each] for name, each in found.items()}
@@ -125,46 +121,34 @@ def lookahead_rows(
     loaded = load(stands_for(model, Paths.of(os.environ).data), "exact")
     ran(loaded.lm)
     prompts = {name: prompt_of(name, {}, loaded.tokenizer, loaded.lm.vocab, ctx) for name in texts}
-    more: dict[str, Any] = {"columns": ["setting", "tokens a pass", *texts, "rows", "break even", "expected"]}
-    took = None
-    if only in ("cost", "all"):
-        took = once(f"cost {model} {ctx}", partial(times, loaded, ctx, 5 * reps))
-        more["cost"] = {rows: round(of / took["1"], 3) for rows, of in took.items()}
-        more["plain ms"] = round(1000 * took["1"], 2)
+    took = once(f"cost {model} {ctx}", partial(times, loaded, ctx, 5 * reps)) if only in ("cost", "all") else {}
+    speeds: dict[str, dict[str, list[float]]] = {}
+    for text, prompt in prompts.items() if only in ("speed", "all") else ():
+        speeds[text] = once(f"speed {model} {ctx} {new} {text}", partial(timed, loaded, prompt, new, reps))
     for name, table in SETTINGS.items() if only in ("counts", "all") else ():
         found = {
             text: once(f"{model} {ctx} {new} {text} {name}", partial(counted, loaded, table, prompt, new))
             for text, prompt in prompts.items()
         }
-        passes, rows = (sum(of[key] for of in found.values()) for key in ("passes", "rows"))
-        row: dict[str, Any] = {
-            "setting": name,
-            "tokens a pass": round(sum(of["new"] for of in found.values()) / passes, 3),
-        }
-        row |= {text: round(of["new"] / of["passes"], 3) for text, of in found.items()} | {
-            "rows": round(rows / passes, 1)
-        }
-        if took:
-            row["break even"] = round(cost(took, row["rows"]), 3)
-            row["expected"] = round(row["tokens a pass"] / row["break even"], 3)
+        of_all = {key: sum(of[key] for of in found.values()) for key in ("new", "passes", "rows")}
+        row: dict[str, Any] = {"setting": name, "tokens a pass": round(of_all["new"] / of_all["passes"], 3)}
+        row |= {text: round(of["new"] / of["passes"], 3) for text, of in found.items()}
+        row["rows"] = round(of_all["rows"] / of_all["passes"], 1)
+        row["break even"] = round(cost(took, row["rows"]), 3) if took else None
+        row["expected"] = round(row["tokens a pass"] / row["break even"], 3) if took else None
+        row["speed"], row["every pass"] = gain(speeds, name), gain(speeds, f"{name}, every pass")
         yield row
-    if only in ("speed", "all"):
-        by_text = {
-            text: once(f"speed {model} {ctx} {new} {text}", partial(timed, loaded, prompt, new, reps))
-            for text, prompt in prompts.items()
-        }
-        more["speed"] = [
-            {"side": side, **{text: quotients(of["plain"], of[side]) for text, of in by_text.items()}}
-            | {
-                "all": round(
-                    fmean(median(of["plain"]) for of in by_text.values())
-                    / fmean(median(of[side]) for of in by_text.values()),
-                    3,
-                )
-            }
-            for side in TIMED
-        ]
-    return more
+    return {"cost": {rows: round(of / took["1"], 3) for rows, of in took.items()}, "plain ms": plain_ms(took)}
+
+
+def gain(speeds: Mapping[str, Mapping[str, list[float]]], side: str) -> list[float] | None:
+    """Times the speed of plain decoding, text by text; None if the side was not timed."""
+    pairs = [(median(of["plain"]), median(of[side])) for of in speeds.values() if side in of]
+    return quotients(*zip(*pairs, strict=True), 3) if pairs else None
+
+
+def plain_ms(took: Mapping[str, float]) -> float | None:
+    return round(1000 * took["1"], 2) if took else None
 
 
 if __name__ == "__main__":
