@@ -77,6 +77,7 @@ def counted(model: Any, table: Table, prompt: Sequence[int], past: Any, new: int
     """Tokens, passes and rows of one continuation."""
     session = model.with_profile(model.profile.replace(spec={**table, "adaptive": False})).new_session()
     session.adopt(list(prompt), len(prompt) - 1, past())
+    run_to_end(session.prefill_chunk(list(prompt)))  # nothing is left to prefill; the drafter is told of the prompt
     steps = list(iterate_events(session.stream(new)))
     return {"new": sum(len(s.new) for s in steps), "passes": len(steps), "rows": sum(s.rows.n_rows for s in steps)}
 
