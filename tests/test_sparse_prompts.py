@@ -290,6 +290,12 @@ def test_models_with_recurrent_layers_are_refused() -> None:
         ({"memory.fallbacks": ["prefill.chunk=64", "kv.v_bits=8"]}, 'after "prefill.chunk=64" a pass has too few'),
         ({"prune": {"method": "lazy"}}, "needs prompts that are read from first to last token"),
         ({"reuse": {"method": "pie"}}, "needs prompts that are read from first to last token"),
+        ({"policy": {"name": "kvzip"}}, "needs a repetition that reads all of the text"),
+        ({"policy": {"name": "budget"}, "memory": {"budget": "25%", "disk": "1GiB"}}, '"kvzip" needs a repetition'),
+        ({"exactness": "exact", "spec": {"method": "self"}}, '"exact" is impossible'),
+        ({"exactness": "exact", "spec": {"method": "self"}, "kv": {"k_bits": 8}}, "only a part of the text"),
+        ({"policy": {"name": "snap"}, "memory": {"evicted": "demote"}}, '"demote" has no tier to move to'),
+        ({"policy": {"name": "budget"}, "memory": {"budget": "25%"}}, "has no lower tier to read"),
     ],
 )
 def test_what_reads_a_prompt_otherwise_is_refused(changes: dict[str, Any], says: str) -> None:

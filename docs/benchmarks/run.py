@@ -64,6 +64,9 @@ RESULTS = {
     "prune": f"python tests/bench/prune.py --model {LISTED} --tokens 600 --min-prompt 256 --n 2 --kinds lookup --hf 0"
     " --budgets lazy-paper,lazy"
     " --sides lazy+random+lazy-paper:static+lazy-paper:compressed+lazy:lazy-back+lazy:lazy-peakof5",
+    "paper-profiles": f"python tests/bench/paper_profiles.py --model {LISTED} --only texts",
+    "lookahead-rows": f"python tests/bench/lookahead_rows.py --model {LISTED}",
+    "prompt-segments": "python tests/bench/prompt_segments.py --model demo --only answers --tokens 2048 --n 8",
     "retrieval-heads": "python tests/bench/retrieval_heads.py",
     "citations": "python tests/bench/citations.py --grid --folder /usr/share",
     "summarize": "python tests/bench/summarize.py --chunk 0,2500",

@@ -263,7 +263,7 @@ class PlannedRun:
     @cached_property
     def records(self) -> bool:
         """True if passes are captured and replayed: the device must find the whole KV cache by itself."""
-        profile, lower = self.profile, (TIERS - {"caps"}) | {"selects"}
+        profile, lower = self.profile, (TIERS - {"caps"}) | {"selects", "skims"}
         is_whole = not lower & profile.effects.keys() and not profile.is_checked
         is_allowed = profile.load.graphs == "auto" and profile.load.layers_on_gpu == "auto"
         folds = self.shape.folds

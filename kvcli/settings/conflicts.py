@@ -179,7 +179,7 @@ def budget_clashes(profile: Profile) -> Iterator[Conflict]:
     step = next(filter(_changes_cache, memory.fallbacks), "")
     is_other = profile.kv_format.method != METHOD_TABLES["kv_format"][1] or profile.kv_format.rope == "before"
     is_whole_first = profile.prefill.order == "layers" and memory.budget[-1:] not in ("", "%")
-    is_unread = "selects" in profile.effects and not away
+    is_unread = {"selects", "skims"} & profile.effects.keys() and not away
     by_age = "which quantizes by age: leave it out, and set memory.bits = [4] for 4 bits alone"
     two_tiers = "beside memory.disk: tokens beyond the budget go to one tier, so leave one out"
     others = [

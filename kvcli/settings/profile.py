@@ -54,7 +54,7 @@ from kvcli.settings.values import DEFAULT, Setting, Settings, merge
 
 Effect = Literal[
     "quantizes", "offloads", "caps", "demotes", "spends", "evicts", "selects", "degrades",
-    "prunes", "reuses", "condenses", "steps", "drafts", "views",
+    "skims", "prunes", "reuses", "condenses", "steps", "drafts", "views",
 ]  # fmt: skip
 EFFECTS: Sequence[Effect] = get_args(Effect)  # in the order of reports
 WORDS: Mapping[Effect, str] = {  # of the setting that has the effect
@@ -66,6 +66,7 @@ WORDS: Mapping[Effect, str] = {  # of the setting that has the effect
     "evicts": "evicts tokens",
     "selects": "reads only a part of the KV cache",
     "degrades": "changes the KV cache when memory runs out",
+    "skims": "lets tokens of a prompt read only a part of the text",
     "prunes": "drops tokens of a prompt",
     "reuses": "reuses KV of another text",
     "condenses": "compresses a chat that outgrows its context window",
@@ -75,13 +76,11 @@ WORDS: Mapping[Effect, str] = {  # of the setting that has the effect
 }
 TIERS: frozenset[Effect] = frozenset({"quantizes", "offloads", "caps", "demotes", "spends"})  # more than one dense tier
 # with any of these, rows do not read the KV of all tokens, as computed, in one tier
-NOT_WHOLE: frozenset[Effect] = TIERS | {"evicts", "selects"}
+NOT_WHOLE: frozenset[Effect] = TIERS | {"evicts", "selects", "skims"}
 ALTERED: frozenset[Effect] = NOT_WHOLE | {"prunes", "reuses"}  # other texts cannot continue from such KV
 SMALLER: frozenset[Effect] = frozenset({"quantizes", "evicts", "selects"})  # drafts from such a cache may be verified
-
+LOSSY: frozenset[Effect] = SMALLER | {"prunes", "reuses", "condenses", "steps", "skims"}  # they change the text
 KV_OF_ALL = "the KV of all tokens as computed, in one place"
-
-LOSSY: frozenset[Effect] = SMALLER | {"prunes", "reuses", "condenses", "steps"}  # they change the text
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,10 +116,11 @@ def tier_effects(kv: Kv, form: Any, memory: Memory) -> Mapping[Effect, Sequence[
 
 def effects(profile: Profile) -> Mapping[Effect, Sequence[str]]:
     """Effects of a profile, each with the keys that cause it."""
-    spec, steps = profile.spec, profile.memory.fallbacks
+    spec, steps, sparse = profile.spec, profile.memory.fallbacks, profile.sparse
     others: dict[Effect, tuple[object, str]] = {
         "evicts": (profile.policy.compression_interval is not None, "policy.name"),
-        "selects": (profile.sparse.describe_read, "sparse.method"),
+        "selects": (sparse.describe_read and not sparse.segment, "sparse.method"),
+        "skims": (sparse.segment, "sparse.method"),
         "degrades": (any(step.startswith(("kv.", "memory.")) for step in steps), "memory.fallbacks"),
         "prunes": (profile.prune.describe_read, "prune.method"),
         "reuses": (profile.reuse.describe_reused, "reuse.method"),

@@ -50,7 +50,7 @@ def config_of(lm: LM, draft_vocab: int) -> dict[str, Any]:
     return {
         "architectures": ["LlamaForCausalLMEagle3"], "model_type": "llama", "hidden_size": text.hidden_size,
         "target_hidden_size": text.hidden_size, "num_hidden_layers": 1, "num_attention_heads": lm.n_heads,
-        "num_key_value_heads": lm.shapes[-1].n_kv_heads, "head_dim": lm.head_dim, "intermediate_size": text.intermediate_size,
+        "num_key_value_heads": lm.n_kv_heads, "head_dim": lm.head_dim, "intermediate_size": text.intermediate_size,
         "rms_norm_eps": 1e-5, "rope_theta": 10000.0, "hidden_act": "silu", "attention_bias": False,
         "max_position_embeddings": lm.limit, "vocab_size": lm.vocab, "draft_vocab_size": draft_vocab,
         "tie_word_embeddings": False, "bos_token_id": None, "eos_token_id": None, "dtype": "bfloat16",

@@ -17,6 +17,7 @@ older than the protected newest tokens.
 
 from __future__ import annotations
 
+import os
 import sys
 import time
 from collections.abc import Callable
@@ -35,8 +36,10 @@ from kvcli.engine.engine import iterate_events, run, run_to_end
 from kvcli.engine.forward_request import ForwardRequest
 from kvcli.engine.forward_request import Rows as PassRows
 from kvcli.engine.sequence.state import QUESTION
+from kvcli.environment import Paths
 from kvcli.heads.ablate import answers
 from kvcli.heads.sample import samples
+from kvcli.models.catalog import stands_for
 from kvcli.models.text import encode
 from tests.bench.harness import Row, Rows, in_turns, measurement, once, quotients
 from tests.bench.kv_quality import HELD_OUT, Text, answered, published
@@ -150,7 +153,7 @@ def fastgen_end_to_end(
     reps: int = 0,
     question: bool = False,
 ) -> Rows:
-    loaded = load(model, "exact")
+    loaded = load(stands_for(model, Paths.of(os.environ).data), "exact")
     if question:
         return (yield from questions(loaded, texts, length, keep, new))
     asked = samples(loaded, texts, length, HELD_OUT)

@@ -136,7 +136,7 @@ def area(points: Sequence[tuple[int, float]]) -> float:
 
 
 def judged(model: Any, sides: dict[str, Any], name: str, tokens: int, n: int) -> Iterator[Any]:
-    ask = prune_asked.of_demo if name == "demo" else prune_asked.of_suite
+    ask = prune_asked.of_demo if name == "demo" else prune_asked.lookups
     asked = [one for one in ask(model, tokens, n) if one.kind == "lookup"]
     found: dict[str, list[Any]] = {side: [] for side in sides}
     for i, one in enumerate(asked):

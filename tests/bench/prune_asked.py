@@ -69,8 +69,8 @@ def _lines(question: Question, said: str) -> float:
     return fmean(line in said.strip().split("\n") for line in question.turn.answer.split("\n"))
 
 
-def of_suite(model: Any, tokens: int, n: int) -> Iterator[Asked]:
-    """n lookups of a kind about Moby-Dick, half as many texts to go on with and as many summaries."""
+def lookups(model: Any, tokens: int, n: int) -> Iterator[Asked]:
+    """n lookups of a kind about Moby-Dick."""
     prompts, prose = Prompts(model.tokenizer), Prose(text_of("prose"))
     for name in LOOKUPS:
         task = TASKS[name]
@@ -80,6 +80,11 @@ def of_suite(model: Any, tokens: int, n: int) -> Iterator[Asked]:
             ids = prompts.context(context.text) + prompts.question(question)
             right = partial(task.score, question=question)
             yield Asked("lookup", ids, question.max_new, lambda said, q=question, of=right: of(q.prefix + said))
+
+
+def of_suite(model: Any, tokens: int, n: int) -> Iterator[Asked]:
+    """n lookups of a kind, half as many texts to go on with and as many summaries."""
+    yield from lookups(model, tokens, n)
     for i in range(max(1, n // 2)):
         text = text_of(TEXTS[i % len(TEXTS)])
         rest = text[Random(i).randrange(len(text) // 2) :]

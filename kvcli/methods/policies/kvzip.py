@@ -19,6 +19,7 @@ from kvcli.errors import BadModel, ContextOverflow
 from kvcli.kv.footprint import NO_SIZES, Footprint, ModelSizes
 from kvcli.policies.scoring.running_scores import RunningScores
 from kvcli.policies.scoring.topk import Alloc, TopK
+from kvcli.settings.profile import Needs
 from kvcli.settings.schema import Range
 
 if TYPE_CHECKING:
@@ -47,6 +48,7 @@ class KVzip(TopK):
 
     name: ClassVar[str] = "kvzip"
     by: ClassVar[str] = "attention while the prompt is repeated"
+    needs: ClassVar[Needs] = Needs(frozenset({"skims"}), "a repetition that reads all of the text")
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -368,6 +368,20 @@ FAULTS = [
         "if False:",
         "tests/test_sparse_prompts.py::test_a_chat_keeps_its_answers_and_gets_the_same_bits_again",
     ),
+    Fault(
+        "V17",
+        "kvcli/settings/profile.py",
+        '"skims": (sparse.segment,',
+        '"skims": (0,',
+        "tests/test_sparse_prompts.py::test_what_reads_a_prompt_otherwise_is_refused",
+    ),
+    Fault(
+        "V18",
+        "kvcli/methods/policies/kvzip.py",
+        'Needs(frozenset({"skims"}),',
+        "Needs(frozenset(),",
+        "tests/test_sparse_prompts.py::test_what_reads_a_prompt_otherwise_is_refused",
+    ),
     # the prefix cache
     Fault(
         "P1",

@@ -19,6 +19,7 @@ from kvcli.settings.schema import Range
 
 if TYPE_CHECKING:
     from kvcli.policies.scoring.topk import TopK
+    from kvcli.settings.profile import Needs
 
 
 @dataclass(frozen=True)
@@ -34,6 +35,11 @@ class PrecisionBudgetSettings(Policy):
     recent: Annotated[int, Range(1)] = 60  # newest tokens, always kept in full precision
     protect: bool = True  # always keep the system prompt and tool results in full precision
     compression_interval: Annotated[int, Range(1)] = 64  # generated tokens between two compression points
+
+    @property
+    def needs(self) -> Needs | None:
+        needs: Needs | None = getattr(self.scorer, "needs", None)
+        return replace(needs, key="score") if needs else None
 
     @property
     def scorer(self) -> TopK:
