@@ -309,8 +309,8 @@ def test_documents_that_leave_with_their_chat_are_named(talk, tmp_path):
     (tmp_path / "a.md").write_text("line\n")
     talk.repl.saves = True
     talk.type("what?", "/file a.md")
-    assert "removed 1 question; the chat is saved, and /resume opens it again; also removed: a.md" in talk.type("/clear")
-    said = talk.type("/file a.md", "/resume 1")
+    assert "/resume opens it again; also removed: a.md" in " ".join(talk.type("/clear").split())
+    said = " ".join(talk.type("/file a.md", "/resume 1").split())
     assert "also removed" not in said.partition("1 question")[0]
     assert "also removed: a.md" in said.partition("1 question")[2]
 
