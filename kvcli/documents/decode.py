@@ -220,7 +220,7 @@ def _refuse_binary(data: bytes, name: str) -> None:
 def _bad_encoding(body: bytes, start: int, encoding: str, error: UnicodeDecodeError, name: str) -> BadInput:
     newline, label = "\n".encode(encoding), "ENCODING"
     with suppress(BadInput):
-        label, _ = _guessed(body, name)
+        label = _guessed(body, name)[0] if encoding == "utf-8" else label
     line = body.count(newline, 0, error.start) + 1
     offset = start + error.start
     return BadInput(

@@ -108,6 +108,7 @@ def test_a_message_has_thought_text_and_call_and_its_stream_the_same(served):
         "type": "message_delta",
         "delta": {"stop_reason": "tool_use", "stop_sequence": None},
         "usage": whole["usage"],
+        "notes": whole["notes"],
     }
     begun = events[0]["message"]
     assert (begun["content"], begun["usage"]["input_tokens"]) == ([], whole["usage"]["input_tokens"])
