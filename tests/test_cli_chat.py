@@ -105,6 +105,13 @@ def test_system_text_from_flag_or_file(machine, tmp_path):
         assert asked(machine).startswith("<system>Be brief.\n<user>Hi")
 
 
+def test_an_empty_system_text_removes_that_of_a_saved_chat(machine):
+    machine("chat", "-s", "Be brief.", "-p", "Hi")
+    for more, has in ((), True), (("-s", ""), False), ((), False):
+        machine("chat", "-c", *more, "-p", "And?")
+        assert ("Be brief." in asked(machine)) is has
+
+
 def test_flags_are_profile_keys_with_their_own_origin(machine):
     flags = ["--device", "cpu", "--dtype", "fp32", "--spec", "off", "-n", "4k", "-t", "0.5", "--top-p", "0.9"]
     flags += ["--top-k", "40", "--min-p", "0.1", "--seed", "7", "--repetition-penalty", "1.1", "--ctx", "1.5k"]

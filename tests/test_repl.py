@@ -305,6 +305,16 @@ def test_a_document_with_pages_is_counted_in_pages(talk):
     assert f"1  sample.pdf  {pages[1]} pages" in said
 
 
+def test_documents_that_leave_with_their_chat_are_named(talk, tmp_path):
+    (tmp_path / "a.md").write_text("line\n")
+    talk.repl.saves = True
+    talk.type("what?", "/file a.md")
+    assert "/resume opens it again; also removed: a.md" in " ".join(talk.type("/clear").split())
+    said = " ".join(talk.type("/file a.md", "/resume 1").split())
+    assert "also removed" not in said.partition("1 question")[0]
+    assert "also removed: a.md" in said.partition("1 question")[2]
+
+
 def test_documents(talk, tmp_path):
     (tmp_path / "a b\x1b.md").write_text("line\nline\n")
     assert "attached a b␛.md * 2 lines * 10 tokens" in talk.type('/file "a b\x1b.md"')

@@ -13,7 +13,9 @@ from kvcli.documents.document import is_address as is_address
 from kvcli.documents.document import listed as listed
 from kvcli.documents.document import mark as mark
 from kvcli.documents.document import marked as marked
+from kvcli.documents.document import notes_of as notes_of
 from kvcli.documents.document import parse_pages as parse_pages
+from kvcli.documents.document import scanned as scanned
 from kvcli.documents.document import split_pages as split_pages
 from kvcli.documents.document import with_documents as with_documents
 from kvcli.documents.read import BUNDLED as BUNDLED

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import codecs
 import re
+from contextlib import suppress
 from pathlib import Path, PurePath
 from shlex import quote
 
@@ -217,7 +218,9 @@ def _refuse_binary(data: bytes, name: str) -> None:
 
 
 def _bad_encoding(body: bytes, start: int, encoding: str, error: UnicodeDecodeError, name: str) -> BadInput:
-    newline = "\n".encode(encoding)
+    newline, label = "\n".encode(encoding), "ENCODING"
+    with suppress(BadInput):
+        label = _guessed(body, name)[0] if encoding == "utf-8" else label
     line = body.count(newline, 0, error.start) + 1
     offset = start + error.start
     return BadInput(
@@ -225,7 +228,7 @@ def _bad_encoding(body: bytes, start: int, encoding: str, error: UnicodeDecodeEr
         code="bad_encoding",
         lines=[f"byte 0x{body[error.start]:02x}: {error.reason}"],
         detail={"encoding": encoding, "offset": offset, "line": line},
-        try_=[f"iconv -f latin1 -t utf-8 {quote(name)} > utf8.txt" if encoding == "utf-8" else "save it as UTF-8"],
+        try_=[f"iconv -f {label} -t utf-8 {quote(name)} > utf8.txt" if encoding == "utf-8" else "save it as UTF-8"],
     )
 
 

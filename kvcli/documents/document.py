@@ -223,6 +223,17 @@ class Document:
         return self._counts[key][1]
 
 
+def scanned(name: str, empty: Sequence[int], kind: str) -> str:
+    """Return the sentence about pages without text. Only pages of a PDF may be scanned."""
+    return f"{name}: no text on page{'s' * (len(empty) > 1)} {listed(empty)}" + ", perhaps scanned" * (kind == "pdf")
+
+
+def notes_of(document: Document) -> list[str]:
+    """Return notes for the user on how a document was read, one sentence each."""
+    empty = document.without_text
+    return [*([scanned(document.name, empty, document.kind)] if empty else []), *document.notes]
+
+
 def mark(unit: Unit, label: str) -> str:
     """Return the mark that precedes a section and cites it: `[p. 12]`, `[§ Methods]`, `[l. 41-80]`."""
     return f"[{SIGNS[unit]} {clean(label)}]"

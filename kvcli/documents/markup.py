@@ -20,6 +20,9 @@ from kvcli.documents.superscripts import LONGEST, apart
 # elements without text for a reader, with deleted text, or with fallback text of the browser
 DROPPED = ["script", "style", "noscript", "template", "head", "svg", "math", "iframe", "object", "embed", "canvas"]
 DROPPED += ["audio", "video", "map", "datalist", "select", "del", "s", "strike", "rp"]
+# elements on lines of their own, which markdownify would join with the words beside them
+BLOCKS = "address aside button center details dialog dir fieldset figure footer form header hgroup legend main".split()
+BLOCKS += "menu nav optgroup option search summary textarea".split()
 HIDDEN = re.compile(
     r"(?<![\w-])(display\s*:\s*none|visibility\s*:\s*hidden|opacity\s*:\s*0(\.0+)?\s*(;|$)"
     r"|font-size\s*:\s*0(?![.\d]*[1-9]))",
@@ -117,6 +120,8 @@ def read_markup(
         title = clean(" ".join(soup.title.get_text().split())) if soup.title else None
         rules = {**RULES, **(rules or {}), **rules_of(sheet.get_text() for sheet in soup.find_all("style"))}
         _drop(soup)
+        for element in soup.find_all(BLOCKS):
+            element.name = "div"
         _raise(soup, rules)
         _count(soup, rules)
         text = CONVERTER.convert_soup(soup)

@@ -63,11 +63,11 @@ def _copies(body: Common, request: Request, **also: Any) -> list[Asked]:
     return [Asked(**given, sample={**body.sample, **seed}, client=client, **also) for seed in seeds]
 
 
-async def plain(host: Host, body: ChatRequest | TokenizeRequest) -> list[dict[str, Any]]:
+async def plain(host: Host, body: ChatRequest | TokenizeRequest, notes: list[str]) -> list[dict[str, Any]]:
     """Return the messages as chat templates take them, with the text of their documents."""
     has_calls = any(one.tool_calls for one in body.messages)
     as_text = has_calls and await host.text_of(lambda: host.model.call_syntax().as_text)
-    return [one.plain(await host.documents.text_of(one.content), as_text=as_text) for one in body.messages]
+    return [one.plain(await host.documents.text_of(one.content, notes), as_text=as_text) for one in body.messages]
 
 
 async def asked_of(host: Host, body: ChatRequest, request: Request) -> list[Asked]:
@@ -82,14 +82,15 @@ async def asked_of(host: Host, body: ChatRequest, request: Request) -> list[Aske
         forced = names
     if not set(forced) <= {*names} or (body.tool_choice == "required" and not forced):
         raise BadInput("tool_choice names no function of tools", code="bad_tools", try_=[f"one of {names}"])
-    schema = body.response_format.grammar
+    schema, notes = body.response_format.grammar, list[str]()
     if [schema is not None, body.grammar is not None, bool(tools)].count(True) > 1:
         said = "response_format, grammar and tools exclude each other"
         raise BadInput(said, code="constrained_tools", try_=["only one of them", 'tool_choice: "none"'])
     return _copies(
         body,
         request,
-        messages=await plain(host, body),
+        messages=await plain(host, body, notes),
+        notes=notes,
         variables=body.chat_template_kwargs,
         thinking=MODES.get(effort, effort) if (effort := body.reasoning_effort) else "auto",
         thinking_tokens=body.thinking_tokens,
@@ -187,6 +188,7 @@ class CompletionsForm:
     def whole(self, turns: list[Turn]) -> dict[str, Any]:
         choices = [{"index": i, **self.choice(turn, i), **finish_of(turn)} for i, turn in enumerate(turns)]
         figures = {"usage": usage(turns, self.body.n), "timings": timings(turns[-1].stats)}
+        figures |= self.asked[-1].notes_on(turns[-1])
         return {**self.base, "choices": choices, **figures}
 
     def of(self, index: int, event: Event) -> Iterable[str]:
@@ -203,6 +205,7 @@ class CompletionsForm:
         self.sent[index] += len(getattr(event, "ids", ()))
         choice = {"index": index, **said, "logprobs": self.scored(scores, index), **also}
         times = {"timings": timings(self.stats[index])} if has_timings else {}
+        times |= self.asked[index].notes_on(event.turn) if isinstance(event, End) else {}
         yield frame({**self.base, "choices": [choice], **times})
         if len(self.turns) == len(self.asked):
             if self.body.stream_options.include_usage:

@@ -11,7 +11,7 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from kvcli.documents import document_of, with_documents
+from kvcli.documents import document_of, notes_of, with_documents
 from kvcli.serve.errors import Refused
 
 if TYPE_CHECKING:
@@ -51,11 +51,12 @@ class Documents:
         work = self._readers.submit(partial(document_of, data, file.filename))
         return self._keep(await asyncio.wrap_future(work))
 
-    async def text_of(self, parts: Sequence[Any]) -> str:
-        """Return the text of a message's parts, documents first. A part has a `text` or a `file`."""
-        files = [part.file for part in parts if hasattr(part, "file")]
-        text = "\n".join(part.text for part in parts if not hasattr(part, "file"))
-        return with_documents(text, [await self.read(file) for file in files])
+    async def text_of(self, parts: Sequence[Any], notes: list[str]) -> str:
+        """Return the text of a message's parts, documents first. A part has a `text` or a `file`. What was not read of
+        the documents is added to `notes`."""
+        documents = [await self.read(part.file) for part in parts if hasattr(part, "file")]
+        notes += [note for document in documents for note in notes_of(document)]
+        return with_documents("\n".join(part.text for part in parts if not hasattr(part, "file")), documents)
 
     def close(self) -> None:
         """Forget all documents, and end the reading."""

@@ -16,7 +16,7 @@ from functools import partial
 from hashlib import sha256
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from kvcli.api import End, Event, Text, ToolCall
+from kvcli.api import End, Event, Text, ToolCall, Turn
 from kvcli.chat.overflow import refuse_longer
 from kvcli.chat.warm_sessions import WarmSessions
 from kvcli.errors import BadConfig, BadInput, Busy, KvcliError
@@ -66,6 +66,11 @@ class Asked:
     top_logprobs: int | None = None  # likeliest tokens whose log-probabilities are returned; None = no scores
     prompt_logprobs: bool = False
     client: str = ""  # whose turn it is while requests wait
+    notes: list[str] = field(default_factory=list)  # for the client: what the prompt lacks of the request
+
+    def notes_on(self, turn: Turn) -> dict[str, Any]:
+        """Return the notes on a finished answer, as a field of its response."""
+        return {"notes": [*dict.fromkeys(filter(None, [*self.notes, turn.stats.approx]))]}
 
 
 class Host:
@@ -199,7 +204,7 @@ class Host:
             model.call_syntax()  # refuses a template without tools
             variables["tools"] = list(asked.tools)
         refuse_longer("".join(m["content"] for m in asked.messages), tokenizer, model.limit)
-        text, layout = lay_out(tokenizer, asked.messages, lambda _: None, variables)
+        text, layout = lay_out(tokenizer, asked.messages, asked.notes.append, variables)
         ids = encode(tokenizer, text, special=not layout.has_template)
         if asked.forced and not format.thinks(mode):  # the model's own beginning of a call
             ids += encode(tokenizer, model.call_syntax().start)

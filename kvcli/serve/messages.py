@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from base64 import b64encode
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from functools import partial
 from typing import Any
 from uuid import uuid4
@@ -20,7 +20,7 @@ from kvcli.models.text import decode
 from kvcli.serve.blocks import AnswerBlock, blocks_of, steps_of
 from kvcli.serve.completions import asked_of, finish_of
 from kvcli.serve.errors import error_body
-from kvcli.serve.host import Host
+from kvcli.serve.host import Asked, Host
 from kvcli.serve.openapi import Operation
 from kvcli.serve.schemas import RequestJson, as_parts, json_of, rest_of, translated
 from kvcli.serve.stream import frame, response_of
@@ -50,7 +50,7 @@ def operations(host: Host) -> list[Operation]:
         body = translated(given, lambda given: as_chat(given) | {"max_tokens": given["max_tokens"]})
         (asked,) = await asked_of(host, body, request)
         base = {"id": f"msg_{uuid4().hex}", "type": "message", "role": "assistant", "model": body.model}
-        form = MessageForm(base, partial(_end, host, asked.sample.get("stop", ())))
+        form = MessageForm(base, host, asked)
         return await response_of([host.events(asked)], form, stream=body.stream)
 
     async def count(request: Request) -> ASGIApp:
@@ -148,12 +148,14 @@ def _end(host: Host, stops: Any, turn: Turn) -> dict[str, Any]:
 class MessageForm:
     """A message, or the events of its stream."""
 
-    def __init__(self, base: Mapping[str, Any], end: Callable[[Turn], Mapping[str, Any]]) -> None:
-        self._base, self._end, self._blocks, self._has_begun = base, end, list[AnswerBlock](), False
+    def __init__(self, base: Mapping[str, Any], host: Host, asked: Asked) -> None:
+        self._base, self._asked, self._blocks, self._has_begun = base, asked, list[AnswerBlock](), False
+        self._end = partial(_end, host, asked.sample.get("stop", ()))
 
     def whole(self, turns: list[Turn]) -> dict[str, Any]:
         content = [_block(block, block.text) for block in blocks_of(turns[0])]
-        return {**self._base, "content": content, **self._end(turns[0]), "usage": _usage(turns[0])}
+        end = {**self._end(turns[0]), "usage": _usage(turns[0]), **self._asked.notes_on(turns[0])}
+        return {**self._base, "content": content, **end}
 
     def of(self, index: int, event: Event) -> Iterable[str]:
         steps = [*steps_of(event, self._blocks)]
@@ -173,7 +175,8 @@ class MessageForm:
             else:
                 yield _frame("content_block_stop", **at)
         if isinstance(event, End):
-            yield _frame("message_delta", delta=self._end(event.turn), usage=_usage(event.turn))
+            also = {"usage": _usage(event.turn), **self._asked.notes_on(event.turn)}
+            yield _frame("message_delta", delta=self._end(event.turn), **also)
             yield _frame("message_stop")
 
     def error(self, error: KvcliError) -> str:

@@ -88,17 +88,17 @@ function take(answer, chunk) {
     const made = (answer.calls[index] ??= { id, type: "function", function: { name: "", arguments: "" } }).function;
     [made.name, made.arguments] = [made.name + name, made.arguments + said];
   }
-  for (const [key, value] of Object.entries({ finish: finish_reason, timings: chunk.timings, usage: chunk.usage })) if (value) answer[key] = value;
+  for (const [key, value] of Object.entries({ finish: finish_reason, timings: chunk.timings, usage: chunk.usage, notes: chunk.notes })) if (value) answer[key] = value;
 }
 
-function figures({ timings: t, usage: u, finish, progress }, isWriting) {
+function figures({ timings: t, usage: u, finish, progress, notes = [] }, isWriting) {
   const said = [];
   if (t?.predicted_per_second) said.push(`${count(t.predicted_per_second, 1)} tok/s`);
   if (t?.draft_n) said.push(`${count((100 * t.draft_n_accepted) / t.draft_n)} % of ${count(t.draft_n)} draft tokens accepted`);
   if (t) said.push(`${count(u?.completion_tokens ?? t.predicted_n)} tokens`, `${count(t.cache_n)} of ${count(t.cache_n + t.prompt_n)} prompt tokens cached`);
   if (t?.kv_bytes) said.push(`KV cache ${count(t.kv_bytes / 2 ** 20, 1)} MiB`);
   if (isWriting && !t?.predicted_n) return progress ?? "waiting for the first word";
-  return [...said, ...({ length: ["ended at the limit of tokens"], stopped: ["stopped"] }[finish] ?? [])].join(" · ");
+  return [...said, ...({ length: ["ended at the limit of tokens"], stopped: ["stopped"] }[finish] ?? []), ...notes].join(" · ");
 }
 
 function draw(turn, answer, isWriting) {

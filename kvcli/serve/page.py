@@ -10,6 +10,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
 from kvcli.chat.overflow import refuse_longer
+from kvcli.documents import notes_of
 from kvcli.serve.host import Host
 from kvcli.serve.openapi import Operation
 from kvcli.serve.schemas import FileData, parsed
@@ -43,8 +44,8 @@ def operations(host: Host) -> list[Operation]:
         tokenizer, limit = host.model.tokenizer, host.model.limit
         await host.text_of(partial(refuse_longer, found.text, tokenizer, limit))
         tokens = await host.text_of(partial(found.tokens, tokenizer))
-        said = {"id": found.sha256, "name": found.name, "unit": found.unit, "tokens": tokens, "notes": found.notes}
-        return JSONResponse(said)
+        said = {"id": found.sha256, "name": found.name, "unit": found.unit, "tokens": tokens}
+        return JSONResponse({**said, "notes": notes_of(found)})
 
     async def pages(request: Request) -> Response:
         found = host.documents.get(request.path_params["id"])

@@ -16,7 +16,7 @@ from kvcli.errors import KvcliError
 from kvcli.serve.blocks import AnswerBlock, blocks_of, steps_of
 from kvcli.serve.completions import asked_of, finish_of, usage
 from kvcli.serve.errors import Refused, error_body
-from kvcli.serve.host import Host
+from kvcli.serve.host import Asked, Host
 from kvcli.serve.openapi import Operation
 from kvcli.serve.schemas import RequestJson, as_parts, json_of, rest_of, translated
 from kvcli.serve.stream import frame, response_of
@@ -53,7 +53,7 @@ def operations(host: Host) -> list[Operation]:
             "system_fingerprint": host.fingerprint(host.profile_of(asked)),
             "error": None,
         }
-        return await response_of([host.events(asked)], ResponseForm(base), stream=body.stream)
+        return await response_of([host.events(asked)], ResponseForm(base, asked), stream=body.stream)
 
     kinds = ("application/json", "text/event-stream")
     return [Operation("/v1/responses", "Answer a conversation of items.", respond, ResponseRequest, kinds)]
@@ -123,11 +123,11 @@ def _response(base: Mapping[str, Any], blocks: Sequence[AnswerBlock], turn: Turn
 class ResponseForm:
     """A response, or the events of its stream."""
 
-    def __init__(self, base: Mapping[str, Any]) -> None:
-        self._base, self._blocks, self._n = base, list[AnswerBlock](), 0
+    def __init__(self, base: Mapping[str, Any], asked: Asked) -> None:
+        self._base, self._asked, self._blocks, self._n = base, asked, list[AnswerBlock](), 0
 
     def whole(self, turns: list[Turn]) -> dict[str, Any]:
-        return _response(self._base, blocks_of(turns[0]), turns[0])
+        return _response(self._base, blocks_of(turns[0]), turns[0]) | self._asked.notes_on(turns[0])
 
     def of(self, index: int, event: Event) -> Iterable[str]:
         if not self._n:
@@ -151,7 +151,7 @@ class ResponseForm:
                     yield self._frame("content_part.done", **place, part=_part(block))
                 yield self._frame("output_item.done", **number, item=_item(block, "completed"))
         if isinstance(event, End):
-            last = _response(self._base, self._blocks, event.turn)
+            last = _response(self._base, self._blocks, event.turn) | self._asked.notes_on(event.turn)
             yield self._frame(last["status"], response=last)
 
     def error(self, error: KvcliError) -> str:

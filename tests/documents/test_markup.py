@@ -32,6 +32,18 @@ def test_small_text_and_other_properties_are_read(style):
     assert text_of(f'<p style="{style}">seen</p><p>too</p>') == "seen\n\ntoo"
 
 
+BESIDE = "address article aside blockquote button center details dialog div fieldset figcaption figure footer form"
+BESIDE += " header hgroup legend main menu nav option p pre search section summary table textarea ul"
+
+
+def test_an_element_on_lines_of_its_own_is_joined_with_no_word_beside_it():
+    """A minified page has no space between them, and 18 beside 48 would be another number."""
+    for name in BESIDE.split():
+        one = f"<{name} open>48</{name}>"
+        assert {"18", "48", "7"} <= {*text_of(f"<div>18{one}{one}7</div>").split()}, name
+    assert text_of("<header>18</header><main><h2>48</h2>7</main>") == "18\n\n## 48\n\n7"
+
+
 @pytest.mark.parametrize(
     "style", ["font-size:0", "font-size: 0.0em", "color:red;display : NONE", "opacity:0", "visibility:hidden;"]
 )

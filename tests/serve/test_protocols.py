@@ -16,12 +16,14 @@ from kvcli.serve.app import server_app
 from kvcli.serve.documents import Documents
 from kvcli.serve.errors import Refused
 from kvcli.serve.schemas import FileData
-from tests.serve.test_server import CHAT, HERMES, KEY, Served, error_of, parrot_of
+from tests.documents.made import Sheet, picture
+from tests.serve.test_server import CHAT, HERMES, KEY, Served, error_of, frames, parrot_of
 
 RESPONSES, MESSAGES = "/v1/responses", "/v1/messages"
 CALL = '<tool_call>{"name": "now", "arguments": {"a": 1}}</tool_call>'
 SAYS = ["<think>", "Hm. ", "</think>", "So: ", CALL, "<|stop|>"]
 HOW: dict[str, Any] = {"special": ("<|stop|>", "<|end|>"), "template": HERMES, "eos": [256]}
+UNLED = "{% for m in messages if m.role != 'system' %}<|end|>{{ m.content }}{% endfor %}<|end|>"  # no system role
 FUNCTION = {"name": "now", "parameters": {"type": "object"}}
 TOOL = {"type": "function", "function": FUNCTION}
 
@@ -106,6 +108,7 @@ def test_a_message_has_thought_text_and_call_and_its_stream_the_same(served):
         "type": "message_delta",
         "delta": {"stop_reason": "tool_use", "stop_sequence": None},
         "usage": whole["usage"],
+        "notes": whole["notes"],
     }
     begun = events[0]["message"]
     assert (begun["content"], begun["usage"]["input_tokens"]) == ([], whole["usage"]["input_tokens"])
@@ -339,6 +342,41 @@ def test_a_pdf_is_read_once_and_found_again_by_its_id(served):
     for wrong, code in ((b"%PDF-1.4 nothing", "damaged_file"), (b"a " * 2_000_000, "context_length_exceeded")):
         said = served.post("/kvcli/pages", {"filename": "b.pdf", "file_data": b64(wrong)})
         assert error_of(said) == (400, code)
+
+
+def test_what_the_model_was_not_given_is_said_in_every_protocol(tmp_path):
+    """Scanned pages, and a system text that the template puts elsewhere: once each, however many answers."""
+    served = parrot_of(tmp_path / "m", ["So.", "<|stop|>"], special=("<|stop|>",), template=UNLED, eos=[256])
+    sheet = Sheet()
+    sheet.lines(["The depot holds oil."])
+    sheet.page()
+    sheet.canvas.drawInlineImage(picture(), 60, 400, 400, 300)
+    sheet.page()
+    file = {"filename": "a.pdf", "file_data": b64(sheet.save())}
+    part, source = {"type": "file", "file": file}, {"type": "base64", "data": file["file_data"]}
+    block = {"type": "document", "title": "a.pdf", "source": source}
+    items = [{"role": "user", "content": [{"type": "input_file", **file}]}]
+    asked: dict[str, dict[str, Any]] = {
+        CHAT: {"messages": [{"role": "system", "content": "Be kind."}, *asks(part, *TEXT)["messages"]], "n": 2},
+        RESPONSES: {"instructions": "Be kind.", "input": items},
+        MESSAGES: {"model": "demo", "max_tokens": 9, "system": "Be kind.", **asks(block)},
+    }
+    for path, one in asked.items():
+        whole = served.post(path, one, temperature=0).json()["notes"]
+        assert ["page" in note for note in whole] == [True, False], path
+        assert "text on page 2" in whole[0]  # with or without OCR
+        assert "system" in whole[1]
+        if path == CHAT:
+            said = [part for part in frames(served.post(path, one, stream=True)) if "notes" in part]
+            assert [part["choices"][0]["finish_reason"] for part in said] == ["stop", "stop"]
+            assert [part["notes"] for part in said] == [whole, whole]
+        else:
+            said = events_of(served, path, one)
+            assert [part for part in said if whole in (part.get("notes"), part.get("response", {}).get("notes"))]
+    found = served.post("/kvcli/pages", file).json()
+    assert "text on page 2" in found["notes"][0]
+    served.runner.run(served.host.aclose())
+    served.runner.close()
 
 
 def test_documents_that_no_request_names_are_forgotten(served):

@@ -386,7 +386,7 @@ class ChatRun:
             if not self.saves:
                 self.chat.close()
         if question.system is not None:
-            self.chat.system = question.system
+            self.chat.system = question.system or None  # -s "" removes that of a saved chat
         for document in question.documents:
             if self.chat.place(document) is None:
                 self.chat.attach(document)

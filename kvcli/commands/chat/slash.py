@@ -46,11 +46,11 @@ def _exit(repl: Repl, _: str) -> None:
 
 @SLASH.add("clear", "", "start a new chat with the same system text")
 def _clear(repl: Repl, _: str) -> None:
-    n = len(repl.chat.messages) // 2
+    n, documents = len(repl.chat.messages) // 2, repl.chat.documents
     again = "; the chat is saved, and /resume opens it again" if repl.chat.is_saved else ""
     repl.chat.clear()
     repl.last = None
-    repl.say(f"removed {f.plural(n, 'question')}{again}")
+    repl.say(f"removed {f.plural(n, 'question')}{again}{_gone(repl, documents)}")
 
 
 @SLASH.add("retry", "", "ask the last question again")
@@ -65,9 +65,13 @@ def _undo(repl: Repl, argument: str) -> None:
     if not n:
         repl.say("there is no question to remove")
         return
-    gone = [d.name for d in documents if not any(d is kept for kept in repl.chat.documents)]
-    along = f"; also removed: {', '.join(gone)}" if gone else ""
-    repl.say(f"removed {f.plural(n, 'question')}, {len(repl.chat.messages) // 2} left{along}")
+    repl.say(f"removed {f.plural(n, 'question')}, {len(repl.chat.messages) // 2} left{_gone(repl, documents)}")
+
+
+def _gone(repl: Repl, before: Sequence[Document]) -> str:
+    """Return which of these documents are not attached any more."""
+    gone = [d.name for d in before if not any(d is kept for kept in repl.chat.documents)]
+    return f"; also removed: {', '.join(gone)}" if gone else ""
 
 
 @SLASH.add("edit", "", "change the last question in $EDITOR, and ask it")
@@ -271,12 +275,12 @@ def _resume(repl: Repl, argument: str) -> None:
     if repl.chat.saved_chat is not None and saved_chats.name_of(wanted, repl.world.cwd) == repl.chat.saved_chat.name:
         repl.say("this chat is open already")
         return
-    opened = reopen(saved_chats, repl.world, wanted, is_locked=repl.saves)
+    opened, waiting = reopen(saved_chats, repl.world, wanted, is_locked=repl.saves), repl.chat.pending
     repl.chat.take(opened)
     repl.last = None
     was = opened.saved.model
     under = f"; its model was {was}" if was != repl.chat.called else ""
-    repl.say(f"continues {about(repl.chat)}{under}; it is read with the next question")
+    repl.say(f"continues {about(repl.chat)}{under}; it is read with the next question{_gone(repl, waiting)}")
 
 
 @SLASH.add("chats", "[WORDS]", "list saved chats, or those that contain these words")

@@ -163,4 +163,4 @@ def read_system(world: Environment, text: str | None, file: str | None) -> str |
         raise UsageError("--system and --system-file exclude each other", try_=["only one of them"])
     if file is not None:
         return read_file(world, file).text.rstrip("\n")
-    return well_formed(text, "the system text") if text else None
+    return None if text is None else well_formed(text, "the system text")

@@ -9,7 +9,7 @@ import stat
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from kvcli.documents import MAX_BYTES, Document, decode, document_of, too_large
+from kvcli.documents import MAX_BYTES, Document, decode, document_of, notes_of, too_large
 from kvcli.documents.decode import HEAD
 from kvcli.documents.read import most_bytes
 from kvcli.environment import Environment
@@ -59,14 +59,6 @@ def read_question(
     if text is not None and not text.strip():
         raise empty_prompt()
     return Question(text, tuple(documents), system)
-
-
-def notes_of(document: Document) -> list[str]:
-    """Return notes for the user on how a document was read, one sentence each."""
-    from kvcli.render.summarize.notes import scanned
-
-    empty = document.without_text
-    return [*([scanned(document.name, empty, document.kind)] if empty else []), *document.notes]
 
 
 def tell_notes(world: Environment, document: Document) -> None:

@@ -10,13 +10,12 @@ from typing import TYPE_CHECKING, cast
 
 from kvcli.commands.chat.save_chat import said_of
 from kvcli.commands.common.exits import Interrupt, insisting
-from kvcli.commands.common.inputs import notes_of
 from kvcli.commands.common.load_model import CheckedRun, MemoryWishes, load_model, outlook_of
 from kvcli.commands.common.run_setup import Setup, refuse_beyond
 from kvcli.commands.common.turn_json import run_of
 from kvcli.commands.fit import others_of
 from kvcli.commands.summarize.documents import InputDocument, InputDocuments, facts
-from kvcli.documents import marked, with_documents
+from kvcli.documents import marked, notes_of, with_documents
 from kvcli.errors import BadInput, ContextOverflow, EngineUnreachable, ExitStatus, KvcliError, UsageError
 from kvcli.render.summarize.notes import about_file, hung, notes, plan_lines, stopped, stretch, totals
 from kvcli.render.summarize.view import SummaryView

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from kvcli.documents.document import SIGNS
+from kvcli.documents.document import SIGNS, scanned
 from kvcli.render.html import Markup, data_table, join, page, tag
-from kvcli.render.summarize.notes import checked, scanned
+from kvcli.render.summarize.notes import checked
 from kvcli.schemas.summary import SummaryDocument
 from kvcli.summarize.result import Cite, Point
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING
 
-from kvcli.documents import Document, listed
+from kvcli.documents import Document, listed, scanned
 from kvcli.engine.stats import FEW
 from kvcli.render.terminal import terminal as f
 from kvcli.render.turn.turn_summary import joined
@@ -23,11 +23,6 @@ UNITS = {"page": "page", "heading": "section", "chapter": "chapter", "line": "li
 def hung(words: Sequence[str], width: int) -> list[str]:
     """Return the words side by side, with lines after the first indented."""
     return [("  " if i else "") + line for i, line in enumerate(joined(words, width - 2))]
-
-
-def scanned(name: str, empty: Sequence[int], kind: str) -> str:
-    """Return the sentence about pages without text. Only pages of a PDF may be scanned."""
-    return f"{name}: no text on page{'s' * (len(empty) > 1)} {listed(empty)}" + ", perhaps scanned" * (kind == "pdf")
 
 
 def size(document: Document) -> str:
