@@ -65,7 +65,7 @@ RESULTS = {
     " --budgets lazy-paper,lazy"
     " --sides lazy+random+lazy-paper:static+lazy-paper:compressed+lazy:lazy-back+lazy:lazy-peakof5",
     "paper-profiles": f"python tests/bench/paper_profiles.py --model {LISTED} --only texts",
-    "lookahead-rows": f"python tests/bench/lookahead_rows.py --model {LISTED}",
+    "lookahead-rows": f"python tests/bench/lookahead_rows.py --model {LISTED} --only times",
     "prompt-segments": "python tests/bench/prompt_segments.py --model demo --only answers --tokens 2048 --n 8",
     "retrieval-heads": "python tests/bench/retrieval_heads.py",
     "citations": "python tests/bench/citations.py --grid --folder /usr/share",

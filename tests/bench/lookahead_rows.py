@@ -1,7 +1,7 @@
 """Do lookahead rows earn what they cost? Tokens a pass on a real model, and what the rows of its passes take.
 
     python tests/bench/lookahead_rows.py [--model smollm2-135m] [--texts prose,code] [--ctx 1024]
-        [--new 48] [--only counts|cost|speed|all] [--resume FILE] [--out FILE]
+        [--new 48] [--only counts|times|all] [--resume FILE] [--out FILE]
 
 counts  Tokens and rows of a pass by setting, every source in every pass (adaptive off), greedy. They do not depend on
         the machine: `--resume FILE` keeps them for the other parts.
@@ -119,41 +119,50 @@ def lookahead_rows(
     texts: Words = ("prose", "code"),
     ctx: int = 1024,
     new: int = 48,
-    only: Annotated[Literal["counts", "cost", "speed", "all"], "what is measured now"] = "all",
+    only: Annotated[Literal["counts", "times", "all"], "what is measured now"] = "all",
     reps: int = 1,
 ) -> Rows:
     loaded = load(stands_for(model, Paths.of(os.environ).data), "exact")
     ran(loaded.lm)
     prompts = {name: prompt_of(name, {}, loaded.tokenizer, loaded.lm.vocab, ctx) for name in texts}
-    took = once(f"cost {model} {ctx}", partial(times, loaded, ctx, 9)) if only in ("cost", "all") else {}
+    has_counts, has_times = only != "times", only != "counts"
+    took = once(f"cost {model} {ctx}", partial(times, loaded, ctx, 9)) if has_times else {}
     speeds: dict[str, dict[str, list[float]]] = {}
-    for text, prompt in prompts.items() if only in ("speed", "all") else ():
+    for text, prompt in prompts.items() if has_times else ():
         speeds[text] = once(f"speed {model} {ctx} {new} {text}", partial(timed, loaded, prompt, new, reps))
     past = {text: cache(partial(stored, loaded, prompt)) for text, prompt in prompts.items()}
-    for name, table in SETTINGS.items() if only in ("counts", "all") else ():
-        found = {
-            text: once(f"{model} {ctx} {new} {text} {name}", partial(counted, loaded, table, prompt, past[text], new))
-            for text, prompt in prompts.items()
-        }
-        of_all = {key: sum(of[key] for of in found.values()) for key in ("new", "passes", "rows")}
-        row: dict[str, Any] = {"setting": name, "tokens a pass": round(of_all["new"] / of_all["passes"], 3)}
-        row |= {text: round(of["new"] / of["passes"], 3) for text, of in found.items()}
-        row["rows"] = round(of_all["rows"] / of_all["passes"], 1)
-        row["break even"] = round(cost(took, row["rows"]), 3) if took else None
-        row["expected"] = round(row["tokens a pass"] / row["break even"], 3) if took else None
-        row["speed"], row["every pass"] = gain(speeds, name), gain(speeds, f"{name}, every pass")
-        yield row
-    return {"cost": {rows: round(of / took["1"], 3) for rows, of in took.items()}, "plain ms": plain_ms(took)}
+    for name, table in SETTINGS.items():
+        row: dict[str, Any] = {"setting": name}
+        if has_counts:
+            found = {
+                text: once(
+                    f"{model} {ctx} {new} {text} {name}", partial(counted, loaded, table, prompt, past[text], new)
+                )
+                for text, prompt in prompts.items()
+            }
+            of_all = {key: sum(of[key] for of in found.values()) for key in ("new", "passes", "rows")}
+            row["tokens a pass"] = round(of_all["new"] / of_all["passes"], 3)
+            row |= {text: round(of["new"] / of["passes"], 3) for text, of in found.items()}
+            row["rows"] = round(of_all["rows"] / of_all["passes"], 1)
+        if has_counts and has_times:
+            row["break even"] = round(cost(took, row["rows"]), 3)
+            row["expected"] = round(row["tokens a pass"] / row["break even"], 3)
+        if has_times:
+            row["speed"], row["every pass"] = gain(speeds, name), gain(speeds, f"{name}, every pass")
+        if has_counts or name in PACED:
+            yield row
+    if not took:
+        return None
+    passes = {rows: round(of / took["1"], 2) for rows, of in took.items()}
+    note = ", ".join(f"{rows} rows {of}" for rows, of in passes.items())
+    note = f"Texts: {', '.join(texts)}, spreads over them. A pass behind {ctx:,} tokens, in passes of one row: {note}."
+    return {"cost": passes, "plain ms": round(1000 * took["1"], 2), "note": note}
 
 
 def gain(speeds: Mapping[str, Mapping[str, list[float]]], side: str) -> list[float] | None:
     """Times the speed of plain decoding, text by text; None if the side was not timed."""
     pairs = [(median(of["plain"]), median(of[side])) for of in speeds.values() if side in of]
     return quotients(*zip(*pairs, strict=True), 3) if pairs else None
-
-
-def plain_ms(took: Mapping[str, float]) -> float | None:
-    return round(1000 * took["1"], 2) if took else None
 
 
 if __name__ == "__main__":

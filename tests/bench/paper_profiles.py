@@ -54,7 +54,7 @@ PAPERS = {
     "fafo-paper": Paper(
         "1.20–2.71 (7B and 8B, A100)",
         "the same text",
-        "a row costs a quarter of a pass on a CPU, and almost nothing on a card that waits for memory",
+        "a row costs a sixth to a quarter of a pass on a CPU, and almost nothing on a card that waits for memory",
     ),
     "specextend-paper": Paper(
         "2.65 (Vicuna-7B and 68M, A100, 16K)",
@@ -70,7 +70,7 @@ PAPERS = {
         lookups=True,
     ),
     "fastgen-paper": Paper(
-        "1.05 (7B, V100, 2,048 tokens)",
+        "1.06 (7B, V100, 2,048 tokens)",
         "37.7% of answers are preferred, 50% = no loss; 60% kept (7B, T 0.95)",
         "1,024 rows are measured and heads compressed at each token: on a CPU more than a small KV cache saves",
         lookups=True,
@@ -115,7 +115,7 @@ def right(model: Any, asked: Asked) -> dict[str, Any]:
 
 @measurement(
     "{model} under the profiles of the papers, in multiples of `exact`",
-    note="{new} tokens behind each of the texts {texts}; the lookups are of prompts as long. Spreads are over texts.",
+    note="{new} tokens, texts: {texts}; lookups in prompts as long. Spreads are over texts.",
 )
 def paper_profiles(
     model: str = "smollm2-135m",
