@@ -114,8 +114,11 @@ def test_what_is_not_text_is_refused_with_the_place(tmp_path, data, code, words)
 
 def test_a_text_in_another_encoding_gets_the_command_that_converts_it(tmp_path):
     """The bytes of Chinese are valid latin-1 too: a command with that would give other letters without a word."""
-    chinese, russian = "河流的水位在春天上升\uff0c这是一个测试。" * 9, "Вода в реке. " * 9
-    words = {"windows-1252": "Bäume", "gbk": chinese, "windows-1251": russian}
+    words = {
+        "windows-1252": "Bäume",
+        "gbk": "河流的水位在春天上升。" * 9,
+        "windows-1251": "Вода в реке. " * 9,
+    }
     for label, text in words.items():
         (tmp_path / "f").write_bytes(text.encode(label))
         assert f"iconv -f {label}" in refused(tmp_path / "f").try_[0]
