@@ -44,6 +44,11 @@ RESULTS = {
     " --sides plain,ngram,fafo,small,small-full,small+copies,specextend,specextend-every",
     "scouts": "python tests/bench/scouts.py",
     "attend-packed": "python tests/bench/attend_quantized.py --seconds 0.6",
+    "across-layers": "python tests/bench/across_layers.py",
+    "across-layers-smollm2": f"python tests/bench/across_layers.py --model {LISTED} --texts 16 --length 1024",
+    "recall-units": "python tests/bench/recall_units.py --texts 12",
+    "recall-units-smollm2": f"python tests/bench/recall_units.py --model {LISTED} --texts 4 --length 1024",
+    "overlap": "python tests/bench/overlap.py --seconds 1 --reps 4",
     "recall-tiers": "python tests/bench/recall_tiers.py",
     "kept": f"python tests/bench/kept.py --model {LISTED}",
     "kv-quality": "python tests/bench/kv_quality.py --shares 0.5,0.25,0.125",
@@ -73,7 +78,6 @@ RESULTS = {
     "wordings": f"python tests/bench/wordings.py --model {LISTED}"  # of Debian packages that it names, in /usr/share
     " --names bashref,libtasn1,debian-faq,crc-doc,users-and-groups,python-policy,GPL-3,RelNotes",
     "gpu-model": "python tests/bench/gpu_model.py",  # a model of compiled kernels: nothing is measured
-    "gpu-compiled": "python tests/bench/compiled_kernels.py",  # compiled ahead, for an hour or two; nothing runs
     **{
         f"gpu-{one}": f"python -m tests.gpu && python -m tests.gpu.tables {one.rpartition('-')[2]}"  # writes all tables
         for one in ("checks-h100", "steps-h100", "kernels-h100", "checks-h200", "steps-h200")
@@ -92,7 +96,6 @@ MEASURED = {  # the code that a result speaks of, where it is not that of MODEL
     "pdf-text": ("kvcli/documents",),
     "fit": (*MODEL, "kvcli/fit"),
     "gpu-model": ("kernels",),
-    "gpu-compiled": ("kernels",),
 }
 
 
