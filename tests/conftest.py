@@ -33,7 +33,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--method", metavar="PACKAGE", help="run the table of exactness for methods of this package")
     parser.addoption("--whole", action="store_true", help="run what tests/core.py leaves to `-m slow` too")
     parser.addoption("--weigh", action="store_true", help="write what each test took to tests/seconds.json")
-    parser.addoption("--part", metavar="K/N", help="run the Kth of N parts of what the core leaves out too")
+    parser.addoption("--part", type=core.part_of, metavar="K/N", help="run part K of N, from 0, of the rest too")
 
 
 def pytest_configure(config: pytest.Config) -> None:

@@ -35,8 +35,8 @@ def function_of(nodeid: str) -> str:
     return nodeid.partition("[")[0]
 
 
-def leave_out(items: Iterable[pytest.Item], seconds: Mapping[str, float], part: str | None = None) -> None:
-    """Mark as slow the cases that the core has no time for. `part`: "K/N" = leave the Kth of N parts unmarked."""
+def leave_out(items: Iterable[pytest.Item], seconds: Mapping[str, float], part: tuple[int, int] | None = None) -> None:
+    """Mark as slow the cases that the core has no time for. `part`: (K, N) = leave the Kth of N parts unmarked."""
     cases = defaultdict[str, list[pytest.Item]](list)
     for item in items:
         if function_of(item.nodeid) in seconds and not any(map(item.get_closest_marker, ("slow", "core"))):
@@ -49,9 +49,16 @@ def leave_out(items: Iterable[pytest.Item], seconds: Mapping[str, float], part: 
                 item.add_marker(pytest.mark.slow)
 
 
-def is_in_part(nodeid: str, part: str | None) -> bool:
-    number, _, of = (part or "0/0").partition("/")
-    return int(of) > 0 and zlib.crc32(nodeid.encode()) % int(of) == int(number) % int(of)
+def part_of(text: str) -> tuple[int, int]:
+    """Read "K/N", part K of N, counted from 0. Raises ValueError."""
+    number, _, of = text.partition("/")
+    if not (number.isdecimal() and of.isdecimal() and int(number) < int(of)):
+        raise ValueError(f"no part K/N: {text!r}")
+    return int(number), int(of)
+
+
+def is_in_part(nodeid: str, part: tuple[int, int] | None) -> bool:
+    return part is not None and zlib.crc32(nodeid.encode()) % part[1] == part[0]
 
 
 class Weigher:

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from tests.core import Weigher, is_in_part, leave_out
+from tests.core import Weigher, is_in_part, leave_out, part_of
 
 
 @dataclass
@@ -22,7 +22,7 @@ class Case:
         self.marks.add(mark.name)
 
 
-def core_of(cases: list[Any], seconds: dict[str, float], part: str | None = None) -> list[str]:
+def core_of(cases: list[Any], seconds: dict[str, float], part: tuple[int, int] | None = None) -> list[str]:
     leave_out(cases, seconds, part)
     return [case.nodeid for case in cases if "slow" not in case.marks]
 
@@ -48,14 +48,14 @@ def test_pinned_cases_stay_whatever_they_take() -> None:
 
 def test_each_test_is_in_one_part() -> None:
     cases = [f"a.py::some[{n}]" for n in range(3000)]
-    parts = [{case for case in cases if is_in_part(case, f"{n}/30")} for n in range(30)]
+    parts = [{case for case in cases if is_in_part(case, (n, 30))} for n in range(30)]
     assert sorted(case for part in parts for case in part) == sorted(cases)
     assert all(60 < len(part) < 140 for part in parts)
 
 
 def test_all_parts_run_all_that_the_core_leaves_out() -> None:
     names = [f"a.py::dear[{n}]" for n in range(60)]
-    of = [{*core_of([Case(name) for name in names], {"a.py::dear": 0.25}, f"{part}/10")} for part in range(10)]
+    of = [{*core_of([Case(name) for name in names], {"a.py::dear": 0.25}, (part, 10))} for part in range(10)]
     assert len(set.intersection(*of)) == 2
     assert len(set.union(*of)) == 60
 
@@ -77,3 +77,10 @@ def test_what_was_weighed_is_kept_beside_what_was_not(tmp_path: Any, monkeypatch
         weigher.pytest_runtest_logreport(report)
     weigher.pytest_sessionfinish()
     assert file.read_text().split() == ["{", '"a.py::new":', "0.4,", '"a.py::old":', "3.0", "}"]
+
+
+@pytest.mark.parametrize("text", ["3", "3/3", "-1/3", "a/b", "1/2/3", ""])
+def test_a_part_that_is_none_is_refused(text: str) -> None:
+    assert part_of("2/3") == (2, 3)
+    with pytest.raises(ValueError, match="no part"):
+        part_of(text)

@@ -180,7 +180,7 @@ class Held:
 
     def __init__(self, model: Any, sample: ProbeSample) -> None:
         self.model, self.sample, self.text = model, sample, Text(model, sample.context)
-        fresh = self.text._made.fresh
+        fresh = self.text.made.fresh
         self.layers: list[KV] = [(fresh[at].k.float(), fresh[at].v.float()) for at in sorted(fresh)]
         self.at = torch.arange(self.text.n)
 
@@ -199,18 +199,14 @@ class Held:
 
     def answers(self, layers: Sequence[KV]) -> Row:
         """Share of right answers over these keys and values, and the error of the heads' outputs."""
-        made, text = self.text._made, self.text
+        made = self.text.made
         kinds = sorted(made.fresh)
         fresh = {
             at: replace(made.fresh[at], k=k.to(made.fresh[at].k), v=v.to(made.fresh[at].v))
             for at, (k, v) in zip(kinds, layers, strict=True)
         }
         session = self.model.new_session()
-        text._made = replace(made, fresh=fresh)
-        try:
-            text.read_by(session)
-        finally:
-            text._made = made
+        self.text.read_by(session, fresh)
         scales = [self.model.lm.attention_params[at].scale for at in kinds]
         newest = [q[:, -QUERIES:].float() for q in made.queries]
         right = fmean(asked(self.model, self.sample, session)["right"])
@@ -296,10 +292,14 @@ def across_layers(model: str = "demo", texts: int = 24, length: int = 2048) -> R
             "accuracy": round(fmean(o["right"] for o in each), 4),
             "error": round(fmean(o["error"] for o in each), 4),
         }
-    return {
-        f"explained over {few}": [round(fmean(each), 3) for each in zip(*aqua.explained, strict=True)]
+    said = [
+        "{}: {:.1%} of keys and {:.1%} of values".format(
+            few, *(fmean(each) for each in zip(*aqua.explained, strict=True))
+        )
         for few, aqua in aquas.items()
-    } | {"predictions, in passes of one row": round(times_of_a_pass(fitted[0], aquas[forms[0]]), 2)}
+    ]
+    times = times_of_a_pass(fitted[0], aquas[forms[0]])
+    return {"note": f"Predictions take {times:.2f} passes of one row. They explain, over {'; over '.join(said)}."}
 
 
 if __name__ == "__main__":

@@ -130,17 +130,17 @@ class Text:
     def __init__(self, model: Any, ids: list[int]) -> None:
         self.ids, self.n = ids, len(ids) - 1
         self.rows = PassRows.chain(self.ids[:-1], 0)
-        (self._made,) = run(
+        (self.made,) = run(
             [ForwardRequest(model.lm, self.rows, model.new_session().cache, record_queries=range(self.n))]
         )
 
-    def read_by(self, session: Any) -> None:
-        """What `session.read` does with a text of one chunk."""
+    def read_by(self, session: Any, fresh: Any = None) -> None:
+        """What `session.read` does with a text of one chunk. `fresh`: keys and values in place of the text's."""
         assert self.n <= session.chunk_rows
         session.ids = list(self.ids)
         session.query_recorder.begin(self.n)
-        hear, made = session.query_recorder.rows_to_record_in_chunk(0, self.n), self._made
-        made = replace(made, queries=[q[:, hear] for q in made.queries] if hear else [])
+        hear, made = session.query_recorder.rows_to_record_in_chunk(0, self.n), self.made
+        made = replace(made, queries=[q[:, hear] for q in made.queries] if hear else [], fresh=fresh or made.fresh)
         session.next_compression_at = self.n
         session._commit(self.rows, hear, made, range(self.n))
         run_to_end(session.compress_cache("read"))

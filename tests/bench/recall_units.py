@@ -117,8 +117,8 @@ def recall_units(
         rows = sample.rows()
         (made,) = run([ForwardRequest(loaded.lm, rows, session.cache, record_queries=range(rows.n_rows))])
         unit = sentences([loaded.tokenizer.decode([token]) for token in sample.context[:-1]])
-        for layer, (newest, q) in enumerate(zip(text._made.queries, made.queries, strict=True)):
-            fresh, sight = text._made.fresh[layer], loaded.lm.attention_params[layer]
+        for layer, (newest, q) in enumerate(zip(text.made.queries, made.queries, strict=True)):
+            fresh, sight = text.made.fresh[layer], loaded.lm.attention_params[layer]
             heads = newest.shape[0] // fresh.k.shape[0]
             before = fresh.k[:, :-ROWS].contiguous(), fresh.v[:, :-ROWS].contiguous()
             for share in shares:

@@ -14,7 +14,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from kvcli.drafts.draft_models.mtp_head import HiddenStateHead, recompute_hidden_states
+from kvcli.drafts.draft_models.hidden_state_head import HiddenStateHead, recompute_hidden_states
 from kvcli.drafts.sources.logit_recycling import top
 from kvcli.engine.drafting.gemma4_assistant import kv_source_layers
 from kvcli.engine.forward_request import LAST_STATE, ForwardRequest, Passes, Rows

@@ -17,8 +17,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from kvcli.drafts.draft_models.draft_model import DraftModel
-from kvcli.drafts.draft_models.layer_skip import SEEN, newest_before
+from kvcli.drafts.draft_models.hidden_state_head import HiddenStateHead, recompute_hidden_states
 from kvcli.drafts.draft_models.separate_model import shared
 from kvcli.drafts.sources.logit_recycling import top
 from kvcli.engine.drafting.draft_kv import DraftTreeKV
@@ -27,45 +26,11 @@ from kvcli.engine.sequence.commit import commit
 from kvcli.kv.tiers.dense import Dense
 
 if TYPE_CHECKING:
-    from kvcli.engine.drafting.drafter import DraftContext
-    from kvcli.engine.hf.lm import LM
     from kvcli.engine.stats import Step
     from kvcli.kv.slots import Usage
     from kvcli.kv.tiers.draft_buffers import DraftBuffers
 
 MOST = 256  # hidden states waiting for the head's next pass; older ones become a hole
-
-
-class HiddenStateHead(DraftModel):
-    """Draft head over the target model; only the hidden state of the pending token is known."""
-
-    needs: tuple[int, ...] = LAST_STATE
-
-    def __init__(self, lm: LM, head: LM) -> None:
-        self._lm, self._head = lm, head
-        self._text: list[int] = []
-        self._context: DraftContext | None = None
-        self.discard_cache()
-
-    @property
-    def name(self) -> str:
-        return self._head.info.id
-
-    @property
-    def limit(self) -> int:
-        return self._lm.limit
-
-    @property
-    def length(self) -> int:
-        return len(self._text)
-
-    def newest(self, n: int) -> list[int]:
-        """Return the pending token. Earlier tokens have known successors, and their states are not kept."""
-        return self._text[-1:]
-
-    def bind(self, context: DraftContext | None) -> None:
-        """Set the target model's cache."""
-        self._context = context
 
 
 class MtpHead(HiddenStateHead):
@@ -184,17 +149,3 @@ class MtpHead(HiddenStateHead):
         assert result.hidden is not None
         self._grown = torch.cat([self._grown, result.hidden])
         return [result.hook_output(i) for i in range(len(ids))]
-
-
-def recompute_hidden_states(
-    lm: LM, context: DraftContext, text: Sequence[int], layers: tuple[int, ...]
-) -> Passes[tuple[int, Tensor]]:
-    """Return hidden states [n, K E] of K layers (-1 = the last state) of the newest tokens except the pending one, and
-    the position of the first, by a pass of the target model over part of the KV cache."""
-    end = len(text) - 1
-    first = max(0, end - SEEN)
-    before = newest_before(lm, context.cache, first, range(lm.n_layers))
-    rows = Rows.chain(text[first:end], first)
-    result = yield ForwardRequest(lm, rows, before, want=range(rows.n_rows), record_hidden_states=layers)
-    assert result.hidden is not None
-    return first, result.hidden
