@@ -150,11 +150,12 @@ def parted(found: Sequence[Compiled]) -> list[str]:
 def other_sums(of: Sequence[tuple[Variant, Compiled]]) -> list[str]:
     """Forms of one kernel that differ by the rows of a tile alone, and sum in different orders; a sentence each.
 
-    The compiler chooses which threads hold an axis by the shape of all of it. An interpreter cannot show it.
+    The compiler chooses which threads hold an axis by the shape of all of it. An interpreter cannot show it. Forms of
+    prompts (no `products`), whose rows need no bits of their own, are held to one another alone.
     """
     said, first = [], dict[str, tuple[Variant, Compiled]]()
     for variant, found in of:
-        same = {name: value for name, value in variant.consts.items() if name not in ROWS}
+        same = variant.products, {name: value for name, value in variant.consts.items() if name not in ROWS}
         other, theirs = first.setdefault(f"{variant.kernel} {variant.types} {same}", (variant, found))
         if theirs.sums != found.sums:
             said.append(f"{other.name} sums by {theirs.sums}, {variant.name} by {found.sums}")
