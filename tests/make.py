@@ -28,11 +28,6 @@ from kvcli.kv.offload.host_access import AutoAccess, CpuAttention, StreamedCopy,
 from kvcli.kv.offload.transfer import bus_of
 from kvcli.kv.slots import KVCache, LayerShape, Tier, Window, alike, windows_of
 from kvcli.kv.sparse.index import PageIndex
-from kvcli.kv.sparse.index_certified import Certified
-from kvcli.kv.sparse.index_cluster import Clusters
-from kvcli.kv.sparse.index_lowrank import LowRank
-from kvcli.kv.sparse.index_minmax import MinMax
-from kvcli.kv.sparse.index_sketch import Sketch
 from kvcli.kv.sparse.pages import PageBudget
 from kvcli.kv.sparse.sparse_tier import SparseCache, SparseTier
 from kvcli.kv.tiers.dense import Dense
@@ -50,8 +45,13 @@ from kvcli.methods.formats.squat import Squat
 from kvcli.methods.formats.subgen import SubGen
 from kvcli.methods.formats.turboquant import TurboQuant
 from kvcli.methods.formats.zipcache import ZipCache
-from kvcli.methods.sparse.antidiagonal import Antidiagonal
+from kvcli.methods.sparse.certified import Certified
+from kvcli.methods.sparse.cluster import Cluster
+from kvcli.methods.sparse.lowrank import LowRank
+from kvcli.methods.sparse.minmax import MinMax
 from kvcli.methods.sparse.segments import SegmentCache, SegmentTier
+from kvcli.methods.sparse.sketch import Sketch
+from kvcli.methods.sparse.xattention import XAttention
 from kvcli.settings.schema import Kv
 from tests import families, hybrids
 from tests.fake_bus import FakeBus
@@ -61,8 +61,8 @@ Of = LM | tuple[int, int, int] | Sequence[LayerShape]  # a model; layers, KV hea
 LOADING = inspect.signature(wrap_lm).parameters.keys() - {"model"}
 
 # sparse attention over the whole KV cache; "chosen once" by the first row after a compression point
-INDEXES: dict[str, PageIndex] = {"minmax": MinMax(3), "sketch": Sketch(3), "certified": Certified(3)}
-INDEXES |= {"cluster": Clusters(6, 2), "lowrank": LowRank(3, 5), "chosen once": Sketch(3)}
+INDEXES: dict[str, PageIndex] = {"minmax": MinMax(page=3), "sketch": Sketch(page=3), "certified": Certified(page=3)}
+INDEXES |= {"cluster": Cluster(window=6, size=3), "lowrank": LowRank(page=3, rank=5), "chosen once": Sketch(page=3)}
 # old slots in other formats, in four bits, or in fewer numbers
 FORMS: dict[str, BlockFormat] = {
     "before": Kivi("before"),
@@ -191,13 +191,18 @@ def cache(name: str, of: Of, dtype: torch.dtype | None = None) -> KVCache:
             return dense(of, dtype, windows=windows(of, back=1))
         case "segments" | "segments below":  # rows of a prompt select
             layers, budget = range(1, len(shapes)), PageBudget(0.0, 4, 2, 5)
-            sparse_of: dict[str, Any] = {"index": Antidiagonal(4, 2), "budget": budget, "layers": layers, "mass": 0.5}
+            sparse_of: dict[str, Any] = {
+                "index": XAttention(page=4, stride=2),
+                "budget": budget,
+                "layers": layers,
+                "mass": 0.5,
+            }
             if name == "segments":
                 return SegmentCache(top, source=top, **sparse_of)
             below = quantized(of, dtype=dtype, group=4)
             return tiered(of, TierLevel(SegmentTier(below, source=below, **sparse_of)), **small | {"group": 4})
         case "rebuilt":  # as in ShadowKV
-            return tiered(of, TierLevel(sparse(coded(Cskv(k_rank=3, v_rank=0)), LowRank(3, 5))), **small)
+            return tiered(of, TierLevel(sparse(coded(Cskv(k_rank=3, v_rank=0)), LowRank(page=3, rank=5))), **small)
         case "disk":
             return tiered(of, TierLevel(disk(of, dtype)), **small)
         case "halves":
@@ -208,13 +213,13 @@ def cache(name: str, of: Of, dtype: torch.dtype | None = None) -> KVCache:
             return DraftAndFullCache(top, cache("turned", of, dtype))
         case "rungs" | "rungs recalled":  # on which a policy places slots; in the last of them rows find a part again
             rungs = [TierLevel(quantized(of, (keys_in(n), n), dtype, group=16), group=unit(n, 16)) for n in BITS]
-            found = [TierLevel(sparse(disk(of, dtype), Sketch(3)))] if name == "rungs recalled" else []
+            found = [TierLevel(sparse(disk(of, dtype), Sketch(page=3)))] if name == "rungs recalled" else []
             return tiered(of, *rungs, *found, dtype=dtype)
         # what a policy drops lies below: in full, in pages of which rows read a part, in 8 bits
         case "demoted":
             return tiered(of, TierLevel(dense(of, dtype, step=8)), dtype=dtype, demotes=True)
         case "recalled":
-            return tiered(of, TierLevel(sparse(dense(of, dtype, step=8), Sketch(3))), dtype=dtype, demotes=True)
+            return tiered(of, TierLevel(sparse(dense(of, dtype, step=8), Sketch(page=3))), dtype=dtype, demotes=True)
         case "lowered":
             return tiered(of, TierLevel(quantized(of, dtype=dtype, group=4)), dtype=dtype, demotes=True)
         case "two_dense":

@@ -15,12 +15,12 @@ from kvcli.kv.cache.level import TierLevel
 from kvcli.kv.cache.tiered_cache import TieredCache
 from kvcli.kv.slots import AttentionParams, KVCache, Slots
 from kvcli.kv.sparse.index import PageIndex
-from kvcli.kv.sparse.index_certified import Certified
-from kvcli.kv.sparse.index_minmax import MinMax
-from kvcli.kv.sparse.index_sketch import Sketch
 from kvcli.kv.sparse.page_source import PageTier
 from kvcli.kv.sparse.pages import PageBudget
 from kvcli.kv.sparse.sparse_tier import SparseCache, SparseTier
+from kvcli.methods.sparse.certified import Certified
+from kvcli.methods.sparse.minmax import MinMax
+from kvcli.methods.sparse.sketch import Sketch
 from tests import make
 from tests.policies import masks
 
@@ -29,9 +29,9 @@ K, G, D = 2, 3, 64
 H = K * G
 BUDGET = PageBudget(fraction=0.05, floor=70, sinks=4, recent=9)
 INDEXES: dict[str, Callable[[], PageIndex]] = {
-    "minmax": lambda: MinMax(16),
-    "sketch": lambda: Sketch(4),
-    "certified": lambda: Certified(4),
+    "minmax": lambda: MinMax(page=16),
+    "sketch": lambda: Sketch(page=4),
+    "certified": lambda: Certified(page=4),
 }
 
 

@@ -23,12 +23,12 @@ from kvcli.kv.offload.host_access import AutoAccess, CpuAttention, Rates, Stream
 from kvcli.kv.offload.transfer import CudaLink, CudaQueue, DeviceLink
 from kvcli.kv.slots import Attendable, AttentionParams, LayerShape, Slots, alike, hit_rate, nbytes
 from kvcli.kv.sparse import sparse_tier
-from kvcli.kv.sparse.index_sketch import Sketch
 from kvcli.kv.sparse.pages import PageBudget
 from kvcli.kv.sparse.sparse_tier import SparseTier
 from kvcli.kv.tiers.dense import Dense
 from kvcli.kv.tiers.disk import ExtentTier
 from kvcli.kv.tiers.host import HostTier, Mappings
+from kvcli.methods.sparse.sketch import Sketch
 from tests import make
 from tests.fake_bus import FakeBus
 
@@ -306,7 +306,7 @@ def test_the_seam_has_a_lane_where_there_are_no_streams() -> None:
 
 
 def recalled(bus: FakeBus, far: HostTier | Dense) -> SparseTier:
-    kv = SparseTier(far, Sketch(2), PageBudget(0.0, 8, 1, 2), range(L), source=far)
+    kv = SparseTier(far, Sketch(page=2), PageBudget(0.0, 8, 1, 2), range(L), source=far)
     for layer in range(L):
         kv.take(layer, some(46, 0, layer))
     return kv

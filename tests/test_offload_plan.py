@@ -23,10 +23,11 @@ from kvcli.kv.capacity import CacheFootprint
 from kvcli.kv.formats.kivi import Kivi
 from kvcli.kv.offload.host_access import AutoAccess
 from kvcli.kv.slots import AttentionParams, alike
-from kvcli.kv.sparse.settings import FullAttention, Sketch
+from kvcli.kv.sparse.settings import FullAttention
 from kvcli.kv.tiers.dense import Dense
 from kvcli.kv.tiers.disk import ExtentTier
 from kvcli.kv.tiers.host import PIECE, HostTier, Mappings
+from kvcli.methods.sparse.sketch import Sketch
 from kvcli.settings.profile import load_profile
 from kvcli.settings.schema import Kv, Memory
 from tests import families, make

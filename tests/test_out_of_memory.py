@@ -26,10 +26,10 @@ from kvcli.kv.cache.level import TierLevel
 from kvcli.kv.cache.tiered_cache import TieredCache
 from kvcli.kv.out_of_memory import CacheFull, as_cache_full
 from kvcli.kv.slots import KVCache, nbytes
-from kvcli.kv.sparse.index_minmax import MinMax
 from kvcli.kv.sparse.pages import PageBudget
 from kvcli.kv.sparse.sparse_tier import SparseTier
 from kvcli.kv.tiers.dense import Dense
+from kvcli.methods.sparse.minmax import MinMax
 from kvcli.settings.profile import Profile
 from tests import families, make, small_tokenizers
 from tests.exact.table import DRAFTERS, prompt
@@ -44,7 +44,7 @@ Make = Callable[[LM], KVCache]
 
 def demoting(lm: LM) -> TieredCache:
     dense = make.dense(lm, step=8)
-    low = SparseTier(dense, MinMax(3), PageBudget(0.1, 4, 2, 3), range(1, lm.n_layers), source=dense)
+    low = SparseTier(dense, MinMax(page=3), PageBudget(0.1, 4, 2, 3), range(1, lm.n_layers), source=dense)
     return make.tiered(lm, TierLevel(low), demotes=True)
 
 

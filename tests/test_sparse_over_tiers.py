@@ -24,17 +24,17 @@ from kvcli.kv.capacity import CacheCapacity
 from kvcli.kv.formats.format import FormatContext
 from kvcli.kv.slots import AttentionParams, Slots, alike, nbytes
 from kvcli.kv.sparse.index import PageIndex
-from kvcli.kv.sparse.index_certified import Certified
-from kvcli.kv.sparse.index_cluster import Clusters
-from kvcli.kv.sparse.index_lowrank import LowRank
-from kvcli.kv.sparse.index_minmax import MinMax
-from kvcli.kv.sparse.index_sketch import Sketch
 from kvcli.kv.sparse.page_source import PageTier
 from kvcli.kv.sparse.pages import PageBudget
 from kvcli.kv.sparse.sparse_tier import SparseTier
 from kvcli.kv.tiers.host import HostTier
 from kvcli.methods.drafts.off import Off
 from kvcli.methods.formats.cskv import Cskv
+from kvcli.methods.sparse.certified import Certified
+from kvcli.methods.sparse.cluster import Cluster
+from kvcli.methods.sparse.lowrank import LowRank
+from kvcli.methods.sparse.minmax import MinMax
+from kvcli.methods.sparse.sketch import Sketch
 from kvcli.settings.profile import Profile, load_profile
 from kvcli.settings.schema import Kv, Memory
 from tests import families, make, small_tokenizers
@@ -60,8 +60,8 @@ SHELVES: dict[str, Callable[[make.Of], PageTier]] = {
     "disk": make.disk,
 }
 SMALL = PageBudget(fraction=0.1, floor=4, sinks=2, recent=3)
-INDEXES: dict[str, PageIndex] = {"minmax": MinMax(3), "sketch": Sketch(3), "certified": Certified(3)}
-INDEXES |= {"cluster": Clusters(6, 2), "lowrank": LowRank(3, 8)}
+INDEXES: dict[str, PageIndex] = {"minmax": MinMax(page=3), "sketch": Sketch(page=3), "certified": Certified(page=3)}
+INDEXES |= {"cluster": Cluster(window=6, size=3), "lowrank": LowRank(page=3, rank=8)}
 
 
 class Shown(AnyTierSource):
@@ -125,7 +125,7 @@ def test_a_tier_read_in_its_own_way_is_read_as_in_the_plain_one(name: str, epsil
     parts = []
     for own in (True, False):
         tier = SHELVES[name]((L, K, D))
-        kv = SparseTier(tier, Certified(3), SMALL, [1], epsilon=epsilon, source=tier if own else Shown(tier))
+        kv = SparseTier(tier, Certified(page=3), SMALL, [1], epsilon=epsilon, source=tier if own else Shown(tier))
         holed(kv)
         q = torch.randn(H, 5, D, generator=torch.Generator().manual_seed(5), dtype=torch.float64)
         q *= torch.tensor([0.1, 9, 1, 12, 9]).unsqueeze(1)  # flat rows read everything where that is asked of them
@@ -178,7 +178,7 @@ def test_bounds_hold_whatever_was_stored_forgotten_and_undone(bits: int, index: 
 def test_a_group_that_falls_apart_at_an_undo_is_summarized_anew() -> None:
     """Older keys wait behind newer ones after an eviction: an undo packs what is left of the newer ones with them."""
     tier = make.quantized((L, K, D), (2, 8), group=8)
-    kv = SparseTier(tier, Certified(3), SMALL, [1], source=tier)
+    kv = SparseTier(tier, Certified(page=3), SMALL, [1], source=tier)
     kv.take(1, some(40))
     at = torch.arange(40).expand(K, -1)
     kv.evict_except(1, (at >= 16) | (at % 8 < 3))
@@ -193,7 +193,7 @@ def test_a_group_that_falls_apart_at_an_undo_is_summarized_anew() -> None:
 @pytest.mark.parametrize("bits", [16, 8, 4, 2])
 def test_pages_reach_as_far_as_numbers_are_final(bits: int) -> None:
     tier = make.quantized((L, K, D), (bits, 8), group=8)
-    kv = SparseTier(tier, Certified(3), SMALL, [1], source=tier)
+    kv = SparseTier(tier, Certified(page=3), SMALL, [1], source=tier)
     kv.take(1, some(45))
     p = kv._pages[1]
     assert p.whole.tolist() == [(40 if bits < 8 else 45) // 3] * K
@@ -202,8 +202,8 @@ def test_pages_reach_as_far_as_numbers_are_final(bits: int) -> None:
 
 def test_what_a_pass_read_of_a_far_tier_is_fetched_once() -> None:
     tier = SHELVES["host"]((L, K, D))
-    kv = SparseTier(tier, MinMax(3), SMALL, [1], source=tier)
-    plain = SparseTier(tier, MinMax(3), SMALL, [1], source=Shown(tier))
+    kv = SparseTier(tier, MinMax(page=3), SMALL, [1], source=tier)
+    plain = SparseTier(tier, MinMax(page=3), SMALL, [1], source=Shown(tier))
     holed(kv)
     plain._learn([1])
     g, base = torch.Generator().manual_seed(3), torch.randn(H, 1, D, dtype=torch.float64)
@@ -228,7 +228,7 @@ def test_what_a_drafted_row_read_is_near_when_its_token_comes() -> None:
     fetched = []
     for drafted in (1, 2):
         tier = SHELVES["host"]((L, K, D))
-        kv = SparseTier(tier, LowRank(3, 8), SMALL, [1], source=tier)
+        kv = SparseTier(tier, LowRank(page=3, rank=8), SMALL, [1], source=tier)
         holed(kv)
         kv.attend(1, guess[:, :drafted], AttentionParams(0.3), range(400, 400 + drafted))
         assert kv._near is not None
@@ -247,7 +247,7 @@ def test_keys_are_rebuilt_from_a_few_directions_and_values_fetched_as_they_are()
     of = FormatContext(alike(L, K, D), torch.float32, [AttentionParams(0.3)] * L, lambda: [rotary] * L)
     coded = Cskv(k_rank=rank, v_rank=0).tier(of, torch.device("cpu"), Kv(group=g))
     host = HostTier(coded, "cpu")
-    kv = SparseTier(host, LowRank(2, 4), SMALL, [1], source=host)
+    kv = SparseTier(host, LowRank(page=2, rank=4), SMALL, [1], source=host)
     kv.take(1, Slots(rotate(k, pos, rotary), v, pos))
     at = torch.tensor([[1, 20, 43], [59, 2, 21]])
     got = host.gather(1, at)
@@ -270,10 +270,10 @@ def test_keys_are_rebuilt_from_a_few_directions_and_values_fetched_as_they_are()
 def test_an_undo_leaves_what_was_learned_of_what_remains(name: str, n: int) -> None:
     """Few bits may be rounded anew when a group falls apart: then its pages are known by their first rounding."""
     tier = SHELVES[name]((L, K, D))
-    kv = SparseTier(tier, MinMax(3), SMALL, [1], source=tier)
+    kv = SparseTier(tier, MinMax(page=3), SMALL, [1], source=tier)
     holed(kv)
     kv.crop(n)
-    fresh = SparseTier(tier, MinMax(3), SMALL, [1], source=tier)
+    fresh = SparseTier(tier, MinMax(page=3), SMALL, [1], source=tier)
     fresh._learn([1])
     for each in (kv, fresh):
         assert each._pages[1].reads_all == (n <= 3)

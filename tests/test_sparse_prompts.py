@@ -25,15 +25,15 @@ from kvcli.kv.sparse.index import PageIndex
 from kvcli.kv.sparse.pages import PageBudget, Pages
 from kvcli.methods.drafts.ngram import Ngram
 from kvcli.methods.policies.streaming import StreamingLLM
-from kvcli.methods.sparse.antidiagonal import Antidiagonal
-from kvcli.methods.sparse.middles import Middles
+from kvcli.methods.sparse.critiprefill import CritiPrefill
 from kvcli.methods.sparse.segments import PromptSegments, SegmentCache, select
+from kvcli.methods.sparse.xattention import XAttention
 from kvcli.settings.profile import Profile
 from tests import make
 
 SEGMENT = 16
 PARAMS = AttentionParams(0.3, is_prompt=True)
-INDEXES: dict[str, PageIndex] = {"xattention": Antidiagonal(4, 2), "critiprefill": Middles(4)}
+INDEXES: dict[str, PageIndex] = {"xattention": XAttention(page=4, stride=2), "critiprefill": CritiPrefill(page=4)}
 IDS = [(7 * i * i + 3 * i) % 90 for i in range(90)]
 
 
@@ -92,7 +92,7 @@ def test_xattention_selects_by_the_published_rule(mass: float, stride: int) -> N
         if page not in found and held < mass:
             found.add(page)
             held += float(share[page])
-    assert chosen_pages(Antidiagonal(8, stride), q, k, PageBudget(0.0, 0, 2, 3), mass) == sorted(found)
+    assert chosen_pages(XAttention(page=8, stride=stride), q, k, PageBudget(0.0, 0, 2, 3), mass) == sorted(found)
     assert len(found) < 8 or mass == 0.9
 
 
@@ -120,7 +120,7 @@ def test_critiprefill_selects_by_the_published_rule() -> None:
     score = middle_scores(q, k, 4)
     score[0] = score[15] = -math.inf
     best = {0, 15, *score.topk(5).indices.tolist()}
-    assert chosen_pages(Middles(4), q, k, PageBudget(0.01, 20, 2, 3)) == sorted(best)
+    assert chosen_pages(CritiPrefill(page=4), q, k, PageBudget(0.01, 20, 2, 3)) == sorted(best)
 
 
 @pytest.mark.parametrize("name", INDEXES)

@@ -28,17 +28,17 @@ from kvcli.kernels.native import native
 from kvcli.kv.cache.level import TierLevel
 from kvcli.kv.cache.tiered_cache import TieredCache
 from kvcli.kv.slots import AttentionParams, KVCache, Slots, nbytes
-from kvcli.kv.sparse import index_cluster
 from kvcli.kv.sparse.index import PageIndex, scale_and_softcap
-from kvcli.kv.sparse.index_certified import Certified
-from kvcli.kv.sparse.index_cluster import Clusters, clusters
-from kvcli.kv.sparse.index_lowrank import LowRank
-from kvcli.kv.sparse.index_minmax import MinMax
-from kvcli.kv.sparse.index_sketch import Sketch
 from kvcli.kv.sparse.pages import PageBudget, Pages
 from kvcli.kv.sparse.sparse_tier import SparseCache, SparseTier, _choose
 from kvcli.kv.tiers.dense import Dense
 from kvcli.methods.drafts.off import Off
+from kvcli.methods.sparse import cluster
+from kvcli.methods.sparse.certified import Certified
+from kvcli.methods.sparse.cluster import Cluster, clusters
+from kvcli.methods.sparse.lowrank import LowRank
+from kvcli.methods.sparse.minmax import MinMax
+from kvcli.methods.sparse.sketch import Sketch
 from kvcli.settings.profile import Profile, load_profile
 from tests import families, make
 from tests.covering import pairs
@@ -49,8 +49,8 @@ from tests.reference import AnyTierSource
 torch.set_num_threads(1)
 K, G, D = 2, 3, 16
 H = K * G
-INDEXES: dict[str, PageIndex] = {"minmax": MinMax(3), "sketch": Sketch(3), "certified": Certified(3)}
-INDEXES |= {"cluster": Clusters(15, 4), "lowrank": LowRank(3, 8)}
+INDEXES: dict[str, PageIndex] = {"minmax": MinMax(page=3), "sketch": Sketch(page=3), "certified": Certified(page=3)}
+INDEXES |= {"cluster": Cluster(window=15, size=3), "lowrank": LowRank(page=3, rank=8)}
 BOUNDS = {name: index for name, index in INDEXES.items() if index.is_bound}
 SMALL = PageBudget(fraction=0.1, floor=7, sinks=2, recent=5)
 SIGHTS = [AttentionParams(0.25), AttentionParams(0.4, softcap=9.0)]
@@ -134,7 +134,7 @@ def test_no_page_holds_more_mass_than_its_bound(
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
 def test_a_certificate_holds_along_the_rounding_error_itself(dtype: torch.dtype) -> None:
     """There the bound is as tight as its error norm: one that was rounded to nearest is too small half of the time."""
-    index = Certified(1)
+    index = Certified(page=1)
     k = randn(1, 400, 1, 4, dtype=dtype)
     codes, scale, _ = index.summarize(k, ())
     error = k.double() - codes.double() * scale.double().unsqueeze(-1)  # [1, P, 1, D]
@@ -149,7 +149,7 @@ def test_certified_bounds_are_much_tighter_than_minima_and_maxima() -> None:
     true = scale_and_softcap(torch.einsum("krd,kpsd->krps", q, k), AttentionParams(0.125)).logsumexp(3)
     loose, tight = (
         (index.score(q, index.summarize(k, ()), (), AttentionParams(0.125)) - true).mean()
-        for index in (MinMax(4), Certified(4))
+        for index in (MinMax(page=4), Certified(page=4))
     )
     assert tight < 0.1 * loose
 
@@ -159,7 +159,7 @@ def test_a_sketch_ranks_pages_nearly_as_the_keys_do() -> None:
     k, q = (randn(1, 500, 4, 64) + 2) * loud, randn(1, 9, 64, seed=1)
     true = scale_and_softcap(torch.einsum("krd,kpsd->krps", q, k), AttentionParams(0.125)).logsumexp(3)
     agree = []
-    for index in (Sketch(4), MinMax(4)):
+    for index in (Sketch(page=4), MinMax(page=4)):
         shared = index.learn(k.flatten(1, 2))
         scored = index.score(q, index.summarize(k, shared), shared, AttentionParams(0.125))
         both = torch.stack((scored[0], true[0]))
@@ -183,7 +183,7 @@ def test_clusters_are_those_of_k_means_and_have_the_scores_of_their_means() -> N
     assert where[0].tolist() == of
     assert len(set(of)) == n
     torch.testing.assert_close(got[0], torch.stack(means))
-    index, turned = Clusters(24, n), torch.stack((-k, k), 1)  # a window of the opposite keys before it
+    index, turned = Cluster(window=24, size=24 // n), torch.stack((-k, k), 1)  # a window of the opposite keys before it
     score = index.score(q, index.summarize(turned, ()), (), AttentionParams(0.5))
     want = 0.5 * q @ torch.stack([means[c] for c in of]).T.unsqueeze(0)
     torch.testing.assert_close(score, torch.cat((-want, want), 2))
@@ -195,7 +195,7 @@ def test_low_rank_scores_are_those_of_the_singular_values_that_count() -> None:
     for rank in (4, D):
         u, s, vt = torch.linalg.svd(k, full_matrices=False)
         near = u[..., :rank] * s[:, None, :rank] @ vt[:, :rank]
-        index = LowRank(5, rank)
+        index = LowRank(page=5, rank=rank)
         shared = index.learn(k)
         score = index.score(q, index.summarize(k.view(K, 12, 5, D), shared), shared, AttentionParams(0.5))
         want = (0.5 * q @ near.transpose(1, 2)).view(K, 3, 12, 5).logsumexp(3)
@@ -220,7 +220,7 @@ class Largest(TorchDispatchMode):
 def test_a_window_is_clustered_block_by_block(monkeypatch: pytest.MonkeyPatch) -> None:
     k, n = randn(K, 600, D), 50
     means, of = clusters(k, n)
-    monkeypatch.setattr(index_cluster, "AT_ONCE", 64 * n)  # blocks of 64 keys, and one of 24
+    monkeypatch.setattr(cluster, "AT_ONCE", 64 * n)  # blocks of 64 keys, and one of 24
     with Largest() as made:
         got, where = clusters(k, n)
     assert torch.equal(where, of)
@@ -231,11 +231,11 @@ def test_a_window_is_clustered_block_by_block(monkeypatch: pytest.MonkeyPatch) -
 def test_the_longest_window_takes_no_more_at_once_than_a_block() -> None:
     with Largest() as made:
         clusters(randn(1, 32768, 4, dtype=torch.float32), 256)
-    assert made.numel == index_cluster.AT_ONCE  # of 8 million pairs
+    assert made.numel == cluster.AT_ONCE  # of 8 million pairs
 
 
 def test_rows_that_choose_slot_by_slot_do_so_a_few_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    store = recall(Clusters(15, 4))
+    store = recall(Cluster(window=15, size=3))
     store.append(0, randn(K, 150, D), randn(K, 150, D, seed=1), 0)
     store.compress()
     rows, sight = randn(H, 90, D, seed=2), AttentionParams(0.25)
@@ -253,7 +253,7 @@ def test_rows_that_choose_slot_by_slot_do_so_a_few_at_a_time(monkeypatch: pytest
 
 def test_whole_clusters_are_read_and_the_last_one_is_cut() -> None:
     n, budget = 4, PageBudget(fraction=0.1, floor=9, sinks=0, recent=0)
-    kv = filled(Clusters(30, n), 90, budget)
+    kv = filled(Cluster(window=30, size=30 // n), 90, budget)
     kv.attend(0, rows(1), AttentionParams(0.25), at(kv, 1))
     for j in range(K):
         of = pages(kv).kept[1][j].long()
@@ -484,7 +484,7 @@ def test_a_certified_row_never_misses_more_than_epsilon(
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_certificates_hold_in_the_numbers_that_models_use(dtype: torch.dtype) -> None:
-    kv = recall(Certified(4), epsilon=0.02, dtype=dtype)
+    kv = recall(Certified(page=4), epsilon=0.02, dtype=dtype)
     fill(kv, 200, sharp=2.0)
     kv.compress()
     shares = []
@@ -499,7 +499,7 @@ def test_certificates_hold_in_the_numbers_that_models_use(dtype: torch.dtype) ->
 def test_peaked_heads_pass_and_spread_ones_read_everything() -> None:
     streamed = []
     for sharp in (0.1, 16.0):
-        kv = filled(Certified(3), 120, epsilon=0.05)
+        kv = filled(Certified(page=3), 120, epsilon=0.05)
         kv.attend(0, rows(20, sharp=sharp), AttentionParams(0.25), at(kv, 20))
         streamed.append(kv.tally.streamed / kv.tally.asked)
     assert streamed[0] == 1.0
@@ -507,7 +507,7 @@ def test_peaked_heads_pass_and_spread_ones_read_everything() -> None:
 
 
 def test_keys_that_are_not_finite_are_not_certified() -> None:
-    kv = recall(Certified(3), epsilon=0.5)
+    kv = recall(Certified(page=3), epsilon=0.5)
     fill(kv, 60)
     kv._tier.slots(0).k[:, 30, 2] = torch.inf
     kv.compress()
@@ -538,7 +538,9 @@ def test_pages_added_at_compression_points_are_those_made_at_once(cuts: list[int
     same_pages(grown, filled(INDEXES[name], 97))
 
 
-@pytest.mark.parametrize("index", [LowRank(1, 8), LowRank(2, 16), LowRank(3, 1), Clusters(15, 4)])
+@pytest.mark.parametrize(
+    "index", [*(LowRank(page=n, rank=rank) for n, rank in ((1, 8), (2, 16), (3, 1))), Cluster(window=15, size=3)]
+)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("dim", [16, 128])
 def test_a_page_is_summarized_alike_whichever_come_with_it(index: PageIndex, dtype: torch.dtype, dim: int) -> None:
@@ -573,14 +575,14 @@ def test_an_undo_leaves_the_pages_of_what_remains(name: str, n: int, uneven: boo
 
 
 def test_a_sketch_learns_anew_while_it_knows_little() -> None:
-    kv = recall(Sketch(3))
+    kv = recall(Sketch(page=3))
     fill(kv, 12)
     kv.compress()
     few = pages(kv).shared
     fill(kv, 71, start=12)
     kv.compress()
     assert not torch.equal(pages(kv).shared[0], few[0])
-    same_pages(kv, filled(Sketch(3), 83))
+    same_pages(kv, filled(Sketch(page=3), 83))
 
 
 @pytest.mark.parametrize("name", INDEXES)
@@ -599,7 +601,7 @@ def test_slots_demoted_in_a_tiered_cache_join_the_pages(name: str) -> None:
 
 def test_empty_slots_inside_a_page_weigh_nothing() -> None:
     """No tier of ours has any there, but positions may say so."""
-    s = filled(MinMax(4), 40).slots(0)
+    s = filled(MinMax(page=4), 40).slots(0)
     pos = s.pos.clone()
     pos[0, 5], pos[1, 8:12] = -1, -1
     holed = Slots(s.k.masked_fill((pos < 0).unsqueeze(2), 1e6), s.v, pos)
@@ -611,7 +613,7 @@ def test_empty_slots_inside_a_page_weigh_nothing() -> None:
         def slots(self, layer: int) -> Slots:
             return holed
 
-    for index in (MinMax(4), Certified(4)):
+    for index in (MinMax(page=4), Certified(page=4)):
         p = Pages(index, SMALL)
         p.settle(0, Holed())
         assert p.held.sum(1).tolist() == [10, 9]
@@ -621,7 +623,7 @@ def test_empty_slots_inside_a_page_weigh_nothing() -> None:
 
 
 def test_bytes_are_what_the_tensors_hold() -> None:
-    kv = recall(Certified(4), dtype=torch.float32)
+    kv = recall(Certified(page=4), dtype=torch.float32)
     fill(kv, 400)
     kv.compress()
     held = nbytes(kv)

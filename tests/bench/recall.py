@@ -27,30 +27,30 @@ from kvcli.kernels.attend_invariant import NewRows
 from kvcli.kernels.merge_attention import PartialAttention
 from kvcli.kv.slots import AttentionParams, nbytes
 from kvcli.kv.sparse.index import PageIndex
-from kvcli.kv.sparse.index_certified import Certified
-from kvcli.kv.sparse.index_cluster import Clusters
-from kvcli.kv.sparse.index_lowrank import LowRank
-from kvcli.kv.sparse.index_minmax import MinMax
-from kvcli.kv.sparse.index_sketch import Sketch
 from kvcli.kv.sparse.pages import PageBudget, padded
 from kvcli.kv.sparse.sparse_tier import SparseCache
 from kvcli.kv.tiers.dense import Dense
+from kvcli.methods.sparse.certified import Certified
+from kvcli.methods.sparse.cluster import Cluster
+from kvcli.methods.sparse.lowrank import LowRank
+from kvcli.methods.sparse.minmax import MinMax
+from kvcli.methods.sparse.sketch import Sketch
 from tests import make
 from tests.bench.harness import Rows, measurement
 from tests.bench.random_model import opened
 
 SPREADS = {"diffuse": 1.0, "mixed": 2.5, "peaked": 5.0}  # standard deviation of scores
 INDEXES: dict[str, Callable[[], PageIndex]] = {
-    "minmax 16": lambda: MinMax(16),
-    "minmax 4": lambda: MinMax(4),
-    "sketch 16": lambda: Sketch(16),
-    "sketch 4": lambda: Sketch(4),
-    "sketch 1": lambda: Sketch(1),
-    "certified 16": lambda: Certified(16),
-    "certified 4": lambda: Certified(4),
-    "certified 1": lambda: Certified(1),
-    "cluster 16": lambda: Clusters(512, 32),
-    "lowrank 8": lambda: LowRank(8, 32),
+    "minmax 16": lambda: MinMax(page=16),
+    "minmax 4": lambda: MinMax(page=4),
+    "sketch 16": lambda: Sketch(page=16),
+    "sketch 4": lambda: Sketch(page=4),
+    "sketch 1": lambda: Sketch(page=1),
+    "certified 16": lambda: Certified(page=16),
+    "certified 4": lambda: Certified(page=4),
+    "certified 1": lambda: Certified(page=1),
+    "cluster 16": lambda: Cluster(window=512, size=16),
+    "lowrank 8": lambda: LowRank(page=8, rank=32),
 }
 ANSWER = 24  # tokens of the demo model
 

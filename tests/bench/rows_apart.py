@@ -26,20 +26,23 @@ from kvcli.kernels.attend_invariant import NewRows
 from kvcli.kernels.merge_attention import merge_attention
 from kvcli.kernels.page_scores.reference import log_masses
 from kvcli.kv.slots import AttentionParams, KVCache, Tier, empty_like
-from kvcli.kv.sparse import index_certified, index_minmax, index_sketch, sparse_tier
+from kvcli.kv.sparse import sparse_tier
 from kvcli.kv.sparse.index import PageIndex
 from kvcli.kv.sparse.pages import PageBudget
 from kvcli.kv.sparse.sparse_tier import SparseCache
 from kvcli.kv.tiers import dense_layer, quantized
+from kvcli.methods.sparse.certified import Certified
+from kvcli.methods.sparse.minmax import MinMax
+from kvcli.methods.sparse.sketch import Sketch
 from tests import make
 from tests.bench.harness import Ints, Rows, Words, in_turns, measurement
 
 K, G, D = 4, 4, 128
 BUDGET = PageBudget(0.03, 1024, 16, 64)
 INDEXES: dict[str, Callable[[], PageIndex]] = {
-    "minmax 16": lambda: index_minmax.MinMax(16),
-    "sketch 4": lambda: index_sketch.Sketch(4),
-    "certified 4": lambda: index_certified.Certified(4),
+    "minmax 16": lambda: MinMax(page=16),
+    "sketch 4": lambda: Sketch(page=4),
+    "certified 4": lambda: Certified(page=4),
 }
 # bits of keys and of values, and whether they are turned
 PACKED = {"hadamard 4 4": (4, 4, "hadamard"), "hadamard 8 8": (8, 8, "hadamard"), "8 8": (8, 8, "none")}
@@ -53,8 +56,7 @@ def torch_alone() -> Iterator[None]:
         for module in (sparse_tier, dense_layer):
             stack.enter_context(mock.patch.object(module, "serves", return_value=False))
         stack.enter_context(mock.patch.object(quantized, "serves_packed", return_value=False))
-        for module in (index_minmax, index_sketch, index_certified):
-            stack.enter_context(mock.patch.object(module, "why_not", return_value="not asked"))
+        stack.enter_context(mock.patch("kvcli.kernels.page_scores.why_not", return_value="not asked"))
         stack.enter_context(mock.patch.object(sparse_tier, "log_masses", log_masses))
         yield
 

@@ -24,13 +24,15 @@ from kvcli.kv.offload.host_access import CpuAttention, StreamedCopy, Way, ZeroCo
 from kvcli.kv.offload.link_rates import rates
 from kvcli.kv.offload.transfer import bus_of
 from kvcli.kv.slots import AttentionParams, KVCache, Slots, alike, run_of
-from kvcli.kv.sparse.settings import Certified, MinMax, Sketch
 from kvcli.kv.tiers.dense import Dense
 from kvcli.kv.tiers.disk import ExtentTier
 from kvcli.kv.tiers.host import HostTier, Mappings
 from kvcli.kv.tiers.quantized import QuantizedTier
 from kvcli.methods.drafts.ngram import Ngram
 from kvcli.methods.drafts.off import Off
+from kvcli.methods.sparse.certified import Certified
+from kvcli.methods.sparse.minmax import MinMax
+from kvcli.methods.sparse.sketch import Sketch
 from tests import families, make
 from tests.exact import table as exactness
 from tests.gpu.clock import runtime_calls, spread, times

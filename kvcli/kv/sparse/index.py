@@ -8,23 +8,25 @@ index `is_bound`, else an estimate.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
-import torch
-from torch import Tensor
+if TYPE_CHECKING:
+    from torch import Tensor
 
-from kvcli.kv.slots import AttentionParams
+    from kvcli.kv.slots import AttentionParams
 
-Numbers = tuple[Tensor, ...]
+Numbers = tuple["Tensor", ...]
 
 
-@dataclass(frozen=True)
 class PageIndex:
     """A method to summarize and score pages. All functions are pure: `Pages` stores their results."""
 
-    page: int  # slots in a page
     is_bound: ClassVar[bool] = False  # scores are upper bounds: no unit holds more softmax mass than its score
+
+    @property
+    def page(self) -> int:
+        """Number of slots in a page."""
+        raise NotImplementedError
 
     @property
     def selection_unit(self) -> int:
@@ -47,7 +49,28 @@ class PageIndex:
 def scale_and_softcap(score: Tensor, params: AttentionParams) -> Tensor:
     """Apply the scale and softcap of the layer's softmax to query-key products; their order does not change."""
     score = score * params.scale
-    return params.softcap * torch.tanh(score / params.softcap) if params.softcap > 0 else score
+    return params.softcap * (score / params.softcap).tanh() if params.softcap > 0 else score
+
+
+def box_scores(rows: Tensor, low: Tensor, high: Tensor, params: AttentionParams | None = None) -> Tensor:
+    """Bound the scores of keys between low and high [K, U, D] for rows [K, R, D] -> [K, R, U]: those of a key if both
+    are one. Without `params`: their products. Batch invariant where a native kernel computes it."""
+    import torch
+
+    from kvcli.kernels.page_bounds import page_bounds
+    from kvcli.kernels.page_scores import Box, page_scores, why_not
+
+    if why_not(rows) or low.dtype not in (torch.bfloat16, torch.float32):
+        bound = page_bounds(rows, low, high)
+        return scale_and_softcap(bound, params) if params else bound
+    return page_scores(rows, Box(low, high), 1, *((params.scale, params.softcap) if params else (1.0, 0.0)))
+
+
+def widened(k: Tensor) -> Tensor:
+    """Return k in float32 or wider."""
+    import torch
+
+    return k.to(torch.promote_types(k.dtype, torch.float32))
 
 
 def by_page(score: Tensor, page: int) -> Tensor:

@@ -1,15 +1,23 @@
-"""The settings of CritiPrefill (Lv et al., arXiv 2409.12490); its index is middles.py."""
+"""CritiPrefill: segments of a prompt select pages by extreme keys (Lv et al., arXiv 2409.12490).
+
+The published code ranks blocks by the mean over query heads, and mixes in a quarter of the scores of the layer below.
+Here units rank by their largest share in any query head of the group, and layers do not know each other.
+"""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated
 
+from kvcli.kv.sparse.index import scale_and_softcap
 from kvcli.methods.sparse.prompt_selection import PromptSelection
 from kvcli.settings.schema import Range
 
 if TYPE_CHECKING:
-    from kvcli.kv.sparse.index import PageIndex
+    from torch import Tensor
+
+    from kvcli.kv.slots import AttentionParams
+    from kvcli.kv.sparse.index import Numbers
 
 
 @dataclass(frozen=True)
@@ -30,10 +38,18 @@ class CritiPrefill(PromptSelection):
     def limits(self) -> tuple[float, float]:
         return self.fraction, 1.0
 
-    def index(self) -> PageIndex:
-        from kvcli.methods.sparse.middles import Middles
-
-        return Middles(self.page)
-
     def _per_slot(self, head_dim: int, number: int) -> float:
         return 2 * head_dim * number / self.page
+
+    def summarize(self, k: Tensor, shared: Numbers) -> Numbers:
+        """Compute low and high [K, P, D] of k [K, P, page, D], in the dtype of the keys."""
+        return k.amin(2), k.amax(2)
+
+    def score(self, rows: Tensor, pages: Numbers, shared: Numbers, params: AttentionParams) -> Tensor:
+        """Score pages by their minimum or their maximum, whichever is better for the middle of the extreme rows of
+        segments [K, G, N, D] -> [K, G, 1, P]."""
+        from kvcli.kernels.page_bounds import page_bounds
+
+        middle = (rows.amax(2) + rows.amin(2)) / 2
+        low, high = (page_bounds(middle, each, each) for each in pages)
+        return scale_and_softcap(low.maximum(high), params).unsqueeze(2)

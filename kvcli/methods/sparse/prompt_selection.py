@@ -7,22 +7,23 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 
 from kvcli.kv.footprint import IndexBytes
-from kvcli.kv.sparse.settings import PER_PAGE, SparseMethod
+from kvcli.kv.sparse.index import PageIndex
+from kvcli.kv.sparse.settings import SparseMethod
+from kvcli.methods.sparse.page_selection import PER_PAGE
 from kvcli.settings.profile import Needs
 from kvcli.settings.schema import Exactness, Range
 
 if TYPE_CHECKING:
     from kvcli.engine.hf.lm import LM
     from kvcli.kv.slots import AttentionParams, KVCache, LowerTier
-    from kvcli.kv.sparse.index import PageIndex
     from kvcli.kv.sparse.page_source import PageSource, PageTier
     from kvcli.methods.sparse.segments import PromptSegments
 
 
 @dataclass(frozen=True)
-class PromptSelection(SparseMethod):
-    """Settings of sparse attention of prompts. It applies to the only tier, or to all tiers below the first. Tokens of
-    an answer attend to the whole KV cache."""
+class PromptSelection(SparseMethod, PageIndex):
+    """Settings of sparse attention of prompts, and its page index, which scores the rows of a segment together. It
+    applies to the only tier, or to all tiers below the first. Tokens of an answer attend to the whole KV cache."""
 
     segment: Annotated[int, Range(1)] = 256  # tokens of a prompt that select together, in one pass
     page: Annotated[int, Range(1)] = 128  # tokens per page
@@ -47,10 +48,6 @@ class PromptSelection(SparseMethod):
     @property
     def limits(self) -> tuple[float, float]:
         """Share of the stored tokens that a segment may read, and share of the attention at which it reads no more."""
-        raise NotImplementedError
-
-    def index(self) -> PageIndex:
-        """Return the page index, which scores the rows of a segment together."""
         raise NotImplementedError
 
     def companion(self, lm: LM) -> PromptSegments:
@@ -82,4 +79,4 @@ class PromptSelection(SparseMethod):
 
         fraction, mass = self.limits
         budget, layers = PageBudget(fraction, self.floor, self.sinks, self.recent), self.layers(attention_params)
-        return {"index": self.index(), "budget": budget, "layers": layers, "mass": mass, "source": source}
+        return {"index": self, "budget": budget, "layers": layers, "mass": mass, "source": source}

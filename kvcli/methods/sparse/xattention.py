@@ -1,15 +1,26 @@
-"""The settings of XAttention (Xu et al., arXiv 2503.16428); its index is antidiagonal.py."""
+"""XAttention: segments of a prompt select pages by antidiagonal sums of scores (Xu et al., arXiv 2503.16428).
+
+Rows and keys are cut into groups of `stride`. The first key of a group meets the last row of another, the second key
+the row before it, and so on: the mean of these scores stands for all of both groups, so each key and each row counts
+once for each group of the other side. That is 1 / stride of the products of attention. The paper's masks are for blocks
+of 128 rows; here they are for a segment of a prompt, of any length. Scores are matrix products, which round differently
+for other numbers of pages, but a segment always selects from the same ones.
+"""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Annotated
 
+from kvcli.kv.sparse.index import by_page, scale_and_softcap, widened
 from kvcli.methods.sparse.prompt_selection import PromptSelection
 from kvcli.settings.schema import Range
 
 if TYPE_CHECKING:
-    from kvcli.kv.sparse.index import PageIndex
+    from torch import Tensor
+
+    from kvcli.kv.slots import AttentionParams
+    from kvcli.kv.sparse.index import Numbers
 
 
 @dataclass(frozen=True)
@@ -34,10 +45,20 @@ class XAttention(PromptSelection):
     def limits(self) -> tuple[float, float]:
         return 0.0, self.mass
 
-    def index(self) -> PageIndex:
-        from kvcli.methods.sparse.antidiagonal import Antidiagonal
-
-        return Antidiagonal(self.page, self.stride)
-
     def _per_slot(self, head_dim: int, number: int) -> float:
         return head_dim * number
+
+    def summarize(self, k: Tensor, shared: Numbers) -> Numbers:
+        """Join the keys k [K, P, page, D] of each group -> [K, P, page / stride, stride * D]."""
+        return (k.reshape(*k.shape[:2], -1, self.stride * k.shape[3]),)
+
+    def score(self, rows: Tensor, pages: Numbers, shared: Numbers, params: AttentionParams) -> Tensor:
+        """Score pages by the mean scores of antidiagonals, for the groups of segments [K, G, N, D] -> [K, G, R, P]."""
+        from torch.nn.functional import pad
+
+        (keys,), (n_kv, n_queries, n, size) = pages, rows.shape
+        whole = pad(rows, (0, 0, 0, -n % self.stride)).view(n_kv, n_queries, -1, self.stride, size)
+        groups = widened(whole.flip(3).flatten(3))
+        score = groups.flatten(1, 2) @ keys.flatten(1, 2).to(groups.dtype).transpose(1, 2)
+        mean = scale_and_softcap(score, replace(params, scale=params.scale / self.stride))
+        return by_page(mean, self.page // self.stride).view(*groups.shape[:3], -1)
