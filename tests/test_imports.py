@@ -62,7 +62,8 @@ ONLY = {
 # Raised by 16: draft heads are tried by trial passes, and nothing is recorded for one that rests.
 # Raised by 24: a server says what it did not give to the model of a request; words of HTML elements stay apart.
 # Raised by 13: what draft heads share has a file of its own again.
-MOST_LINES = 81_800
+# Lowered by 427: sparse methods are files of kvcli/methods, which are their tables and their page indexes.
+MOST_LINES = 81_373
 
 
 def _module(path: Path) -> str:

@@ -253,7 +253,7 @@ def test_rows_that_choose_slot_by_slot_do_so_a_few_at_a_time(monkeypatch: pytest
 
 def test_whole_clusters_are_read_and_the_last_one_is_cut() -> None:
     n, budget = 4, PageBudget(fraction=0.1, floor=9, sinks=0, recent=0)
-    kv = filled(Cluster(window=30, size=30 // n), 90, budget)
+    kv = filled(Cluster(window=28, size=28 // n), 90, budget)
     kv.attend(0, rows(1), AttentionParams(0.25), at(kv, 1))
     for j in range(K):
         of = pages(kv).kept[1][j].long()
