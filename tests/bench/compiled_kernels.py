@@ -18,14 +18,15 @@ sys.path.insert(0, str(ROOT))
 import triton
 
 from tests.bench.harness import Ints, Row, Rows, Words, measurement, picked
-from tests.kernels.compiled import KIB, Compiled, compiled, faults, other_sums, parted, variants
+from tests.kernels.bounds import faults, other_sums, parted
+from tests.kernels.compiled import KIB, Compiled, compiled, variants
 from tests.kernels.variants import ARCHS, Variant
 
 COLUMNS = ("op", "card", "variants", "registers", "shared_kib", "programs", "spills", "outside_bounds")
 NOTE = (
     "Of all variants of an op: the most registers of a thread and the most shared memory of a program, the fewest "
     "programs that fit on a processor at once, bytes of stack and accesses of spilled registers, and how many variants "
-    f"or orders of sums are outside the bounds of tests/kernels/compiled.py. Triton {triton.__version__}; nothing ran."
+    f"or orders of sums are outside the bounds of tests/kernels/bounds.py. Triton {triton.__version__}; nothing ran."
 )
 
 

@@ -15,7 +15,8 @@ from pathlib import Path
 import pytest
 
 from tests.bench import gpu_model
-from tests.kernels.compiled import ROOT, Compiled, compiled, faults, other_sums, parted, variants
+from tests.kernels.bounds import faults, other_sums, parted
+from tests.kernels.compiled import ROOT, Compiled, compiled, variants
 from tests.kernels.variants import Variant
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="triton is for Linux")
@@ -157,9 +158,13 @@ def test_a_sound_form_passes(spoiled: Found) -> None:
 
 
 def test_spills_narrow_loads_and_too_much_shared_memory_are_caught(spoiled: Found) -> None:
-    from tests.kernels.spoiled import GREEDY, NARROW, SPILLING
+    from tests.kernels.spoiled import GREEDY, NARROW, SOUND, SPILLING
 
     assert "spills" in faults(SPILLING, spoiled["86", SPILLING.name])[0]
+    found = spoiled["86", "sound"]
+    assert faults(SOUND, replace(found, stack=8)) == []  # one value, outside the loop
+    assert "spills" in faults(SOUND, replace(found, stack=16))[0]
+    assert "spills" in faults(SOUND, replace(found, stack=8, counts={**found.counts, "LDL": 0.5}))[0]
     assert any("pieces of 1 and 2 bytes" in said for said in faults(NARROW, spoiled["86", "narrow"]))
     assert any("shared memory, a program has" in said for said in faults(GREEDY, spoiled["86", GREEDY.name]))
 
