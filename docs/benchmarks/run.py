@@ -78,6 +78,7 @@ RESULTS = {
     "wordings": f"python tests/bench/wordings.py --model {LISTED}"  # of Debian packages that it names, in /usr/share
     " --names bashref,libtasn1,debian-faq,crc-doc,users-and-groups,python-policy,GPL-3,RelNotes",
     "gpu-model": "python tests/bench/gpu_model.py",  # a model of compiled kernels: nothing is measured
+    "gpu-compiled": "python tests/bench/compiled_kernels.py",  # an hour of one core
     **{
         f"gpu-{one}": f"python -m tests.gpu && python -m tests.gpu.tables {one.rpartition('-')[2]}"  # writes all tables
         for one in ("checks-h100", "steps-h100", "kernels-h100", "checks-h200", "steps-h200")
@@ -96,6 +97,7 @@ MEASURED = {  # the code that a result speaks of, where it is not that of MODEL
     "pdf-text": ("kvcli/documents",),
     "fit": (*MODEL, "kvcli/fit"),
     "gpu-model": ("kernels",),
+    "gpu-compiled": ("kernels",),
 }
 
 
