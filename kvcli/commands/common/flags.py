@@ -8,7 +8,7 @@ from typing import Annotated, Literal, get_args
 
 import typer
 
-from kvcli.commands.common.options import Options, choice, flag, option
+from kvcli.commands.common.options import Options, choice, flag, option, refuse_larger
 from kvcli.documents.document import Ocr
 from kvcli.errors import UsageError
 from kvcli.settings.schema import NO_PENALTY, ThinkingMode, registries, tokens_of
@@ -170,5 +170,6 @@ def window(text: str) -> int | str:
 def tokens(text: str, flag: str, kind: str = "tokens") -> int:
     """Parse a number of tokens: `4096`, `4k` (4,096), `1.5k`, `1m`."""
     if n := tokens_of(text):
+        refuse_larger(flag, n)
         return n
     raise UsageError(f"{flag} takes {kind}, not {text!r}", try_=[f"{flag} 4096", f"{flag} 4k"])
