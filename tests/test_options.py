@@ -62,7 +62,7 @@ def test_an_option_that_has_no_effect_is_refused_even_with_its_default():
 @pytest.mark.parametrize("number", ["2147483648", "99999999999999999999"])
 def test_a_number_without_a_limit_of_its_own_has_one_that_the_error_names(number):
     assert _ran("-d", "2147483647")[1].inner.depth == 2147483647
-    with pytest.raises(UsageError, match="--depth is [0-9,]+, and at most 2,147,483,647"):
+    with pytest.raises(UsageError, match=r"--depth is [0-9,]+, and at most 2,147,483,647"):
         _ran("--depth", number)
     for text in (number, f"{number}k"):
         with pytest.raises(UsageError, match="at most 2,147,483,647"):

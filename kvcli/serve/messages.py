@@ -37,8 +37,13 @@ class CountRequest(f.RequestJson):
     """A conversation. Other fields are those of the Messages API that chat completions have too."""
 
     model_config = ConfigDict(extra="allow")
-    model: str
-    messages: list[dict[str, Any]]
+    model: str = ""
+    messages: f.Objects
+    tools: list[f.Object] | None = None
+    tool_choice: f.Object | None = None
+    thinking: f.Object | None = None
+    output_config: f.Object | None = None
+    metadata: f.Object | None = None
 
 
 class MessageRequest(CountRequest):
@@ -49,15 +54,14 @@ def operations(host: Host) -> list[Operation]:
     """Return the operations of this protocol."""
 
     async def answer(request: Request) -> ASGIApp:
-        given = await f.json_of(request)
-        body = f.translated(given, lambda given: as_chat(given) | {"max_tokens": given["max_tokens"]}, _NAMES)
+        body = f.translated(MessageRequest, await f.json_of(request), as_chat, _NAMES)
         (asked,) = await asked_of(host, body, request)
         base = {"id": f"msg_{uuid4().hex}", "type": "message", "role": "assistant", "model": body.model}
         form = MessageForm(base, host, asked)
         return await response_of([host.events(asked)], form, stream=body.stream)
 
     async def count(request: Request) -> ASGIApp:
-        body = f.translated(await f.json_of(request), as_chat, _NAMES)
+        body = f.translated(CountRequest, await f.json_of(request), as_chat, _NAMES)
         (asked,) = await asked_of(host, body, request)
         ids = await host.prompt_of(asked, host.profile_of(asked))
         return JSONResponse({"input_tokens": len(ids)})
@@ -72,11 +76,11 @@ def operations(host: Host) -> list[Operation]:
 def as_chat(given: Mapping[str, Any]) -> dict[str, Any]:
     """Return a request as one for chat completions. Thoughts of earlier answers are no part of it."""
     asked = f.rest_of(given, "cache_control", "system", "messages", "stop_sequences", *_OBJECTS)
-    thinking, config, metadata, choice = (f.object_of(given, name) for name in _OBJECTS)
+    thinking, config, metadata, choice = (given.get(name, {}) for name in _OBJECTS)
     messages = list[dict[str, Any]]()
     if system := given.get("system"):
         messages.append({"role": "system", "content": f.parts_of(system, _part, "system")})
-    for i, message in enumerate(f.listed(given, "messages")):
+    for i, message in enumerate(given["messages"]):
         with f.at("messages", i):
             _add_message(messages, message)
     if messages and messages[-1]["role"] == "assistant":
@@ -94,7 +98,7 @@ def as_chat(given: Mapping[str, Any]) -> dict[str, Any]:
     if "thinking" in given and (kind := thinking.get("type")) not in _MODES:
         raise f.WrongField(["thinking", "type"], f" is {json.dumps(kind)}; it takes {any_of([*_MODES])}")
     effort, mode, form = config.get("effort"), _MODES[thinking.get("type", "adaptive")], config.get("format")
-    form = form and {"type": "json_schema", "json_schema": f.rest_of(f.object_of(config, "format"), "type")}
+    form = form and {"type": "json_schema", "json_schema": f.rest_of(form, "type")}
     for own, name, value in (
         ("thinking.type", "reasoning_effort", None if mode == "on" and effort else mode),  # the effort says how much
         ("output_config.effort", "reasoning_effort", effort),

@@ -26,7 +26,10 @@ class ResponseRequest(f.RequestJson):
     """A conversation in `input`. Other fields are those of the Responses API that chat completions have too."""
 
     model_config = ConfigDict(extra="allow")
-    input: str | list[dict[str, Any]]
+    input: str | f.Objects
+    text: f.Object | None = None
+    reasoning: f.Object | None = None
+    tools: list[f.Object] | None = None
 
 
 _ECHOED = "instructions max_output_tokens metadata reasoning temperature text top_p"
@@ -43,7 +46,7 @@ def operations(host: Host) -> list[Operation]:
 
     async def respond(request: Request) -> ASGIApp:
         given = await f.json_of(request)
-        body = f.translated(given, as_chat, _NAMES)
+        body = f.translated(ResponseRequest, given, as_chat, _NAMES)
         (asked,) = await asked_of(host, body, request)
         same = {"tools": [], "tool_choice": "auto", "parallel_tool_calls": True} | dict.fromkeys(_ECHOED.split())
         base = {
@@ -67,11 +70,11 @@ def as_chat(given: Mapping[str, Any]) -> dict[str, Any]:
     own = ("input", "instructions", "text", "reasoning", "max_output_tokens")
     asked = f.rest_of(given, *own, *_WITHOUT_EFFECT, *usual)
     messages = [{"role": "system", "content": said}] if (said := given.get("instructions")) else []
-    is_text = isinstance(given["input"], str)
-    for i, one in enumerate([{"content": given["input"]}] if is_text else f.listed(given, "input")):
+    items: Any = given["input"]
+    for i, one in enumerate([{"content": items}] if isinstance(items, str) else items):
         with f.at("input", i):
             _add_item(messages, one)
-    text, reasoning, choice = f.object_of(given, "text"), f.object_of(given, "reasoning"), asked.get("tool_choice")
+    text, reasoning, choice = given.get("text", {}), given.get("reasoning", {}), asked.get("tool_choice")
     form = dict[str, Any]()
     if "format" in text:
         with f.at("text", "format"):

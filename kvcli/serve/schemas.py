@@ -35,11 +35,17 @@ class RequestJson(Json):
         return {k: v for k, v in given.items() if v is not None} if isinstance(given, dict) else given
 
 
-class WrongField(Exception):
-    """A part of a request that is wrong: its place, and the rest of the sentence about it."""
+class WrongField(Refused):
+    """A refusal of a part of a request. `said`: the sentence about it, behind its place."""
 
     def __init__(self, place: Sequence[str | int], said: str, code: str = "bad_field", *ways: str) -> None:
-        self.place, self.said, self.code, self.ways = tuple(place), said, code, ways
+        where = ".".join(map(str, place))
+        super().__init__(400, f"{where or 'the request'}{said}", code=code, param=where or None, try_=ways)
+        self.place, self.said = tuple(place), said
+
+    def at(self, *place: str | int) -> WrongField:
+        """Return the refusal with another place."""
+        return WrongField(place, self.said, self.code, *self.try_)
 
 
 @contextmanager
@@ -48,8 +54,7 @@ def at(*place: str | int) -> Iterator[None]:
     try:
         yield
     except WrongField as error:
-        error.place = (*place, *error.place)
-        raise
+        raise error.at(*place, *error.place) from None
     except KeyError as error:
         raise WrongField((*place, str(error.args[0])), " is missing") from None
     except (AttributeError, TypeError, ValueError):  # a list or a text where an object belongs
@@ -57,10 +62,8 @@ def at(*place: str | int) -> Iterator[None]:
 
 
 async def parsed(kind: type[R], request: Request) -> R:
-    """Return the body of a request as `kind`. Raises Refused (400), which names the field."""
-    given = await json_of(request)
-    with _refusing():
-        return checked(kind, given)
+    """Return the body of a request as `kind`. Raises WrongField."""
+    return checked(kind, await json_of(request))
 
 
 async def json_of(request: Request) -> Any:
@@ -72,47 +75,28 @@ async def json_of(request: Request) -> Any:
         raise Refused(400, f"the request is not JSON: {error}", code="bad_json") from None
 
 
-def translated(given: Any, as_chat: Callable[[Any], dict[str, Any]], names: Mapping[str, str]) -> ChatRequest:
-    """Return a request of another protocol as one for chat completions, whose schema checks it. `names`: fields of
-    chat completions -> those of the protocol. Raises Refused (400), which names the field."""
-    with _refusing({name: own for name, own in names.items() if not (isinstance(given, dict) and name in given)}), at():
-        made = checked(ChatRequest, as_chat({key: value for key, value in given.items() if value is not None}))
-        for name in ("n", "logprobs", "top_logprobs", "timings_per_token", "stream_options"):
-            if getattr(made, name) != ChatRequest.model_fields[name].default:
-                way = "several requests" if name == "n" else "/v1/chat/completions"
-                raise WrongField([name], " is not supported", "unsupported_field", way)
-        return made
-
-
-@contextmanager
-def _refusing(names: Mapping[str, str] = {}) -> Iterator[None]:
+def translated(
+    kind: type[RequestJson], given: Any, as_chat: Callable[[Any], dict[str, Any]], names: Mapping[str, str]
+) -> ChatRequest:
+    """Return a request of another protocol, a `kind`, as one for chat completions, whose schema checks it too. `names`:
+    fields of chat completions -> those of the protocol. Raises WrongField."""
+    checked(kind, given)
     try:
-        yield
+        with at():
+            made = checked(ChatRequest, as_chat({key: value for key, value in given.items() if value is not None}))
     except WrongField as error:
-        where = ".".join(
-            [names.get(str(part), str(part)) if not i else str(part) for i, part in enumerate(error.place)]
-        )
-        said = f"{where or 'the request'}{error.said}"
-        raise Refused(400, said, code=error.code, param=where or None, try_=error.ways) from None
+        first, rest = error.place[:1], error.place[1:]
+        raise error.at(*(names.get(str(one), one) if one not in given else one for one in first), *rest) from None
+    for name in ("n", "logprobs", "top_logprobs", "timings_per_token", "stream_options"):
+        if getattr(made, name) != ChatRequest.model_fields[name].default:
+            way = "several requests" if name == "n" else "/v1/chat/completions"
+            raise WrongField([name], " is not supported", "unsupported_field", way)
+    return made
 
 
 def rest_of(given: Mapping[str, Any], *names: str) -> dict[str, Any]:
     """Return the other fields of an object, without those that are null."""
     return {key: value for key, value in given.items() if key not in names and value is not None}
-
-
-def listed(given: Mapping[str, Any], name: str) -> list[Any]:
-    """Return a field that has to be a list of something. Raises WrongField."""
-    if not isinstance(found := given[name], list) or not found:
-        raise WrongField([name], f" is {_shown(found)}; it takes a list that is not empty")
-    return found
-
-
-def object_of(given: Mapping[str, Any], name: str) -> dict[str, Any]:
-    """Return a field that has to be an object; {} if it is absent. Raises WrongField."""
-    if not isinstance(found := given.get(name, {}), dict):
-        raise WrongField([name], f" is {_shown(found)}; it takes an object")
-    return found
 
 
 def put(asked: dict[str, Any], name: str, value: Any, own: str) -> None:
@@ -168,22 +152,13 @@ def _wanted(wrong: Any) -> str:
     return said.replace("'", '"').replace("False", "false")
 
 
-_WANTED = {
-    **dict.fromkeys(("int_type", "int_from_float"), "a whole number"),
-    **dict.fromkeys(("dict_type", "model_type", "model_attributes_type"), "an object"),
-    "float_type": "a number",
-    "string_type": "a text",
-    "bool_type": "true or false",
-    "list_type": "a list",
-    "literal_error": "{expected}",
-    "greater_than_equal": "a number from {ge}",
-    "greater_than": "a number above {gt}",
-    "less_than_equal": "a number up to {le}",
-    "less_than": "a number below {lt}",
-    "string_too_short": "a text that is not empty",
-    "too_short": "a list that is not empty",
-    "too_long": "a list of at most {max_length} entries",
-}
+_WANTED = dict.fromkeys(("int_type", "int_from_float"), "a whole number") | {"float_type": "a number"}
+_WANTED |= dict.fromkeys(("dict_type", "model_type", "model_attributes_type"), "an object") | {"list_type": "a list"}
+_WANTED |= {"string_type": "a text", "bool_type": "true or false", "literal_error": "{expected}"}
+_WANTED |= {"greater_than_equal": "a number from {ge}", "greater_than": "a number above {gt}"}
+_WANTED |= {"less_than_equal": "a number up to {le}", "less_than": "a number below {lt}"}
+_WANTED |= {"string_too_short": "a text that is not empty", "too_short": "a list that is not empty"}
+_WANTED |= {"too_long": "a list of at most {max_length} entries"}
 
 
 def _sampling() -> dict[str, Any]:
@@ -199,6 +174,8 @@ def _sampling() -> dict[str, Any]:
     return fields | {"dry_sequence_breakers": (list[str] | None, breakers)}
 
 
+Object = dict[str, Any]
+Objects = Annotated[list[Object], Field(min_length=1)]
 Sampling: Any = create_model("Sampling", __base__=RequestJson, **_sampling())
 
 
@@ -220,9 +197,7 @@ class Common(Sampling):  # type: ignore[misc]  # its fields are those of a datac
     stream_options: StreamOptions = StreamOptions()
     timings_per_token: bool = Field(default=False, description="send timings with each piece of a stream")
     n: Annotated[int, Field(ge=1, le=16)] = Field(default=1, description="answers, with seeds that follow each other")
-    stop: Filled | Annotated[list[Filled], Field(max_length=16)] = Field(
-        default=[], description="texts that end the answer"
-    )
+    stop: Filled | Annotated[list[Filled], Field(max_length=16)] = Field(default=[], description="ends of the answer")
     max_tokens: Annotated[int, Field(ge=1)] | None = None
     logit_bias: dict[str, Annotated[float, Field(ge=-1000, le=1000)]] = Field(default={}, description="by token id")
     ignore_eos: bool = Field(default=False, description="go on after the end of the answer, up to max_tokens")
@@ -245,9 +220,8 @@ class Common(Sampling):  # type: ignore[misc]  # its fields are those of a datac
     def sample(self) -> dict[str, object]:
         """Return the keys of [sample] that the request sets."""
         found: dict[str, object] = {k: v for k in Sampling.model_fields if (v := getattr(self, k)) is not None}
-        is_given = (
-            "sample.max_new_tokens" not in self.set or {"max_tokens", "max_completion_tokens"} & self.model_fields_set
-        )
+        given = {"max_tokens", "max_completion_tokens"} & self.model_fields_set
+        is_given = given or "sample.max_new_tokens" not in self.set  # else the usual limit would go before it
         if is_given and (most := getattr(self, "max_completion_tokens", None) or self.max_tokens) is not None:
             found["max_new_tokens"] = most
         if self.stop:
@@ -371,7 +345,7 @@ class ResponseFormat(RequestJson):
     @model_validator(mode="after")
     def _of_type(self) -> Self:
         has_schema = "json_schema" in self.model_fields_set
-        if has_schema == (self.type == "text") and (has_schema or self.type == "json_schema"):
+        if {"text": has_schema, "json_schema": not has_schema}.get(self.type):
             raise ValueError(f"type {self.type} {'takes no' if has_schema else 'needs a'} json_schema")
         return self
 
@@ -432,10 +406,8 @@ class TokenizeRequest(RequestJson):
 
     @model_validator(mode="after")
     def _either(self) -> Self:
-        of_messages, given = {"messages", "tools", "chat_template_kwargs"}, self.model_fields_set
-        if (self.prompt is None) == (not self.messages) or given & (
-            {"add_special_tokens"} if self.messages else of_messages
-        ):
+        others = {"add_special_tokens"} if self.messages else {"messages", "tools", "chat_template_kwargs"}
+        if (self.prompt is None) == (not self.messages) or others & self.model_fields_set:
             raise ValueError("it takes prompt, perhaps with add_special_tokens, or messages with the fields of chat")
         return self
 

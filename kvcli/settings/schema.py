@@ -70,8 +70,8 @@ LARGEST = 2**31 - 1  # whole number of a setting or an option that names no limi
 
 @dataclass(frozen=True, slots=True)
 class Range:
-    """Range of allowed numbers, for `Annotated[int, Range(0)]`. Infinity and NaN are never allowed, and without `most` no
-    whole number above LARGEST."""
+    """Range of allowed numbers, for `Annotated[int, Range(0)]`. Infinity and NaN are never allowed, nor, without
+    `most`, a whole number above LARGEST."""
 
     least: float | None = None
     most: float | None = None
