@@ -22,7 +22,6 @@ from kvcli.chat.transcript import (
     figures_of,
     first_words,
     messages_of,
-    questions,
     tokens_of_turn,
 )
 from kvcli.documents import Document
@@ -217,8 +216,8 @@ class Chat:
         return [d for m in self.messages for d in m.documents] + self.pending
 
     def n_questions(self, n: int | None = None) -> int:
-        """Return the number of questions among all messages, or the first n."""
-        return len(questions(self.messages[:n]))
+        """Return the number of questions among all messages, or the first n. Results of tools are none."""
+        return sum(message.role == "user" for message in self.messages[:n])
 
     def place(self, document: Document) -> int | None:
         """Return the index in `documents` of a document with the same text; None if there is none."""
@@ -243,7 +242,8 @@ class Chat:
 
     def undo(self, n: int = 1) -> int:
         """Remove the last `n` questions with all that followed them; returns how many were removed."""
-        if gone := questions(self.messages)[-n:] if n > 0 else []:
+        places = [i for i, message in enumerate(self.messages) if message.role == "user"]
+        if gone := places[-n:] if n > 0 else []:
             del self.messages[gone[0] :]
             self.visible_messages = VisibleMessages()
         return len(gone)

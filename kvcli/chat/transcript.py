@@ -267,11 +267,6 @@ class Message:
         return with_documents(self.text, self.documents)
 
 
-def questions(messages: Sequence[Message]) -> list[int]:
-    """Return the places of the questions. Results of tools are none: they belong to the question before them."""
-    return [i for i, message in enumerate(messages) if message.role == "user"]
-
-
 def openai_form(call: ToolCall, *, as_text: bool) -> dict[str, Any]:
     """Return a call as templates and OpenAI's clients take it. `as_text`: its arguments as JSON text."""
     arguments = json.dumps(call.arguments) if as_text else call.arguments

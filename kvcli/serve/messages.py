@@ -110,9 +110,8 @@ def as_chat(given: Mapping[str, Any]) -> dict[str, Any]:
         f.put(asked, name, value, own)
     if asked.get("service_tier") == "standard_only":
         del asked["service_tier"]
-    asked |= f.rest_of(thinking, "type", "budget_tokens") | f.rest_of(
-        config, "effort", "format"
-    )  # refused by their names
+    asked |= f.rest_of(thinking, "type", "budget_tokens")  # refused by their names, as the next ones
+    asked |= f.rest_of(config, "effort", "format")
     asked |= {f"metadata.{key}": value for key, value in f.rest_of(metadata, "user_id").items()}
     return {**asked, "messages": messages}
 

@@ -243,7 +243,7 @@ class FileData(RequestJson):
         return self
 
 
-class Part(RequestJson):
+class ContentPart(RequestJson):
     """A part of a message: a text or a file."""
 
     type: Literal["text", "file"]
@@ -277,7 +277,7 @@ def parts_of(given: Any, translate: Callable[[Any], Any], name: str = "content")
     return found
 
 
-Content = Annotated[list[Part], BeforeValidator(as_parts, json_schema_input_type=str | list[Part])]
+Content = Annotated[list[ContentPart], BeforeValidator(as_parts, json_schema_input_type=str | list[ContentPart])]
 
 
 def _as_object(given: Any) -> Any:
