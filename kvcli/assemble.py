@@ -356,3 +356,10 @@ def sampler(lm: LM, profile: Profile) -> Sampler:
     made = Sampler(**{key: value for key, value in found.items() if value is not None})
     breakers = tuple(texts_of(chosen.dry_sequence_breakers))
     return replace(made, dry_breakers=lm.tokens_with(breakers)) if made.dry_multiplier else made
+
+
+def idle_samplers(lm: LM, profile: Profile) -> list[str]:
+    """Return notes on settings of `[sample]`, typed for this run or request, that have no effect beside the others."""
+    typed = [keys[1] for keys, one in profile.settings.items() if keys[0] == "sample" and one.origin.level == "typed"]
+    idle = sampler(lm, profile).idle
+    return [f"sample.{key} has no effect while sample.{idle[key]} is 0" for key in typed if key in idle]

@@ -5,8 +5,10 @@ from __future__ import annotations
 import pytest
 import typer
 
+from kvcli.commands.common.flags import tokens
 from kvcli.commands.common.options import Options, choice, command, flag
-from kvcli.errors import UsageError
+from kvcli.errors import BadConfig, UsageError
+from kvcli.settings.profile import load_profile
 
 
 class Inner(Options):
@@ -55,3 +57,18 @@ def test_an_option_that_has_no_effect_is_refused_even_with_its_default():
     with pytest.raises(UsageError, match="--all excludes --depth") as caught:
         options.refuse_others("--all", {"all_"})
     assert caught.value.try_ == ("leave out --depth",)
+
+
+@pytest.mark.parametrize("number", ["2147483648", "99999999999999999999"])
+def test_a_number_without_a_limit_of_its_own_has_one_that_the_error_names(number):
+    assert _ran("-d", "2147483647")[1].inner.depth == 2147483647
+    with pytest.raises(UsageError, match=r"--depth is [0-9,]+, and at most 2,147,483,647"):
+        _ran("--depth", number)
+    for text in (number, f"{number}k"):
+        with pytest.raises(UsageError, match="at most 2,147,483,647"):
+            tokens(text, "-n")
+    for key in ("max_new_tokens", "top_k", "dry_range"):
+        with pytest.raises(BadConfig) as raised:
+            load_profile("exact", sets=[f"sample.{key}={number}"])
+        assert "at most 2,147,483,647" in str(raised.value)
+    assert load_profile("exact", sets=[f"sample.seed={2**63 - 1}"]).sample.seed == 2**63 - 1

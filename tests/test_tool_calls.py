@@ -209,6 +209,10 @@ def test_calls_and_results_of_a_chat_are_kept_and_no_control_token_of_them_acts(
         assert 'get_weather {"city"' in markdown(again.document())
         list(again.retry(max_new_tokens=30))
         assert again.messages[2] == chat.messages[2]
+        assert [entry.questions for entry in saved.entries()] == [1]  # results are no question
+        assert [label for label, _ in chat.tokens()] == ["question 1", "answer 1", "results 1", "answer 1", "template"]
+        assert again.undo() == 1
+        assert again.messages == []  # neither the call nor its results stay
         with pytest.raises(BadInput) as caught:
             chat.send("x", constraint=object())
         assert caught.value.code == "constrained_tools"

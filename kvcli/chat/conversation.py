@@ -215,6 +215,10 @@ class Chat:
         """All documents in the order of the prompt, those of the next question last."""
         return [d for m in self.messages for d in m.documents] + self.pending
 
+    def n_questions(self, n: int | None = None) -> int:
+        """Return the number of questions among all messages, or the first n. Results of tools are none."""
+        return sum(message.role == "user" for message in self.messages[:n])
+
     def place(self, document: Document) -> int | None:
         """Return the index in `documents` of a document with the same text; None if there is none."""
         same = [i for i, d in enumerate(self.documents) if (d.sha256, d.text) == (document.sha256, document.text)]
@@ -237,12 +241,12 @@ class Chat:
         return dropped
 
     def undo(self, n: int = 1) -> int:
-        """Remove the last `n` questions with their answers and documents; returns how many were removed."""
-        n = max(0, min(n, len(self.messages) // 2))
-        if n:
-            del self.messages[-2 * n :]
+        """Remove the last `n` questions with all that followed them; returns how many were removed."""
+        places = [i for i, message in enumerate(self.messages) if message.role == "user"]
+        if gone := places[-n:] if n > 0 else []:
+            del self.messages[gone[0] :]
             self.visible_messages = VisibleMessages()
-        return n
+        return len(gone)
 
     def clear(self) -> None:
         """Remove all messages and documents, but keep the system text."""
@@ -266,10 +270,10 @@ class Chat:
         if self.system:
             rows.append(("system", len(encode(tokenizer, self.system))))
         if self.visible_messages.left:
-            rows.append((f"questions 1 to {self.visible_messages.left // 2}, not sent", 0))
+            rows.append((f"questions 1 to {self.n_questions(self.visible_messages.left)}, not sent", 0))
         for i, message in enumerate(self.visible_messages.of(self.messages), self.visible_messages.left):
             rows += [(f"file {d.name}", d.tokens(tokenizer)) for d in message.documents]
-            label = f"{LABELS[message.role]} {i // 2 + 1}"
+            label = f"{LABELS[message.role]} {self.n_questions(i + 1)}"
             rows.append((label, len(encode(tokenizer, message.text))))
         rows += [(f"file {d.name}, next question", d.tokens(tokenizer)) for d in self.pending]
         if self.messages:
@@ -414,7 +418,7 @@ class Chat:
         if self.messages and len(self.rendered(self.messages, VisibleMessages()).ids) <= KEPT * self.text_session.limit:
             return VisibleMessages()
         kept = "it has its notes on them" if saved.notes else "it does not know them"
-        self.note(f"the chat exceeds the context window; questions 1–{saved.messages // 2} are not sent; {kept}")
+        self._note_left(saved.messages, kept)
         return VisibleMessages(saved.messages, saved.notes)
 
     def _leave_out(
@@ -452,7 +456,7 @@ class Chat:
         if how == "compress":
             kept += ", because their KV cache could not be compressed"
         if not cancel():  # after a cancel nothing is answered or changed
-            self.note(f"the chat exceeds the context window; questions 1–{shown.left // 2} are not sent; {kept}")
+            self._note_left(shown.left, kept)
         return True
 
     def _write_notes(self, left: int, n: int, options: dict[str, Any]) -> Generator[Event, None, str]:
@@ -488,6 +492,10 @@ class Chat:
     @property
     def _with_tools(self) -> dict[str, Any]:
         return {"tools": self.tools} if self.tools else {}
+
+    def _note_left(self, n: int, kept: str) -> None:
+        questions = self.n_questions(n)
+        self.note(f"the chat exceeds the context window; questions 1–{questions} are not sent; {kept}")
 
     def note(self, note: str) -> None:
         """Add a note for the user, once."""

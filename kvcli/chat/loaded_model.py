@@ -170,7 +170,8 @@ class LoadedModel:
         """Warnings for the user about the profile on this device, one line each."""
         spends = assemble.plan(self.lm, self.profile).spending.describe if self.profile.memory.spends else ""
         said = filter(None, (self.profile.prune.describe(self.lm), spends, self.profile.decode.notice))
-        return [*self.profile.adaptations, *said, *cautions(self.profile, self.lm.device.type)]
+        idle = assemble.idle_samplers(self.lm, self.profile)
+        return [*self.profile.adaptations, *said, *idle, *cautions(self.profile, self.lm.device.type)]
 
     @property
     def exactness_label(self) -> str:

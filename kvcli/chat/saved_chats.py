@@ -64,7 +64,8 @@ AT_ONCE = 100  # locks held at a time, each an open file
 SHOWN = 10  # entries of a list to choose from
 AROUND = 40  # characters shown before and after a literal match
 LISTED = (
-    "SELECT name, title, model, saved, (SELECT count(*) FROM turns WHERE session = sessions.id),"
+    "SELECT name, title, model, saved, (SELECT count(*) FROM turns WHERE session = sessions.id) - (SELECT count(*)"
+    f" FROM documents WHERE session = sessions.id AND n <= {database.THOUGHT} AND name = 'results'),"
     " (SELECT group_concat(name, char(10)) FROM"
     f" (SELECT name FROM documents WHERE session = sessions.id AND n >= {database.PENDING} ORDER BY id))"
     " FROM sessions"

@@ -59,8 +59,6 @@ def _operations(host: Host) -> list[Operation]:
 
     async def tokenize(request: Request) -> Response:
         body = await parsed(TokenizeRequest, request)
-        if (body.prompt is None) == (not body.messages):
-            raise BadInput("either prompt or messages", code="bad_field", try_=["only one of them"])
         plain, tools = await completions.plain(host, body, []), check_tools(body.tools, "tools") if body.tools else ()
         asked = Asked(body.model, messages=plain, variables=body.chat_template_kwargs, tools=tools)
         profile = host.profile_of(asked)

@@ -54,9 +54,9 @@ class Documents:
     async def text_of(self, parts: Sequence[Any], notes: list[str]) -> str:
         """Return the text of a message's parts, documents first. A part has a `text` or a `file`. What was not read of
         the documents is added to `notes`."""
-        documents = [await self.read(part.file) for part in parts if hasattr(part, "file")]
+        documents = [await self.read(part.file) for part in parts if part.file]
         notes += [note for document in documents for note in notes_of(document)]
-        return with_documents("\n".join(part.text for part in parts if not hasattr(part, "file")), documents)
+        return with_documents("\n".join(part.text for part in parts if not part.file), documents)
 
     def close(self) -> None:
         """Forget all documents, and end the reading."""

@@ -45,19 +45,21 @@ def status_of(error: KvcliError) -> int:
 
 
 def error_body(error: KvcliError) -> dict[str, Any]:
-    """Return the error in OpenAI's form, with what to do about it as `try`."""
+    """Return the error in OpenAI's form and Anthropic's, with what to do about it as `try`."""
     status = status_of(error)
     usual = "invalid_request_error" if status < 500 else "server_error"
     code = "context_length_exceeded" if isinstance(error, ContextOverflow) else error.code
+    problems: Any = error.detail.get("problems", ())  # of settings, which a command line shows with a caret
+    lines = [f"{one['key']}: {one['message']}; {one['hint']}" for one in problems]
     said = {
-        "message": "; ".join([error.message, *error.lines]),
+        "message": "; ".join(lines or [error.message, *error.lines]),
         "type": _TYPES.get(status, usual),
         "param": getattr(error, "param", None),
         "code": code,
         "try": [hint for one in error.try_ if not (hint := _as_field(one)).startswith(("-", "/"))],
         "detail": {key: value for key, value in error.detail.items() if key != "answer"},
     }
-    return {"error": valid(said)}
+    return {"type": "error", "error": valid(said)}  # the type is for Anthropic's clients
 
 
 def _as_field(hint: str) -> str:

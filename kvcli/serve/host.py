@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 import secrets
 from collections.abc import AsyncGenerator, Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -16,6 +17,7 @@ from functools import partial
 from hashlib import sha256
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from kvcli import assemble
 from kvcli.api import End, Event, Text, ToolCall, Turn
 from kvcli.chat.overflow import refuse_longer
 from kvcli.chat.warm_sessions import WarmSessions
@@ -159,6 +161,8 @@ class Host:
         """
         profile = self.profile_of(asked)
         ids = await self.prompt_of(asked, profile)
+        of_answer = profile.changed({"sample": asked.sample}, "the request") if asked.sample else profile
+        asked.notes.extend(assemble.idle_samplers(self.model.lm, of_answer))
         constraint = await self._constraint(asked)
         options = {
             "seed": secrets.randbelow(1 << 31) if profile.origins["sample.seed"] == "default" else None,
@@ -200,12 +204,22 @@ class Host:
             raise BadInput(f"{wrong[0]} is no variable of a chat template", code="not_allowed")
         format, mode = model.thinking_format(), profile.thinking.mode
         variables = {**format.variables(mode), **asked.variables}
+        for name, value in format.variables(mode).items():
+            if variables[name] != value:
+                ways = ["only one of them"]
+                said = f"chat_template_kwargs.{name} is {variables[name]}, and thinking {mode} makes it {value}"
+                raise BadInput(said, code="bad_field", try_=ways)
         if asked.tools:
             model.call_syntax()  # refuses a template without tools
             variables["tools"] = list(asked.tools)
         refuse_longer("".join(m["content"] for m in asked.messages), tokenizer, model.limit)
         text, layout = lay_out(tokenizer, asked.messages, asked.notes.append, variables)
-        ids = encode(tokenizer, text, special=not layout.has_template)
+        ids, source = encode(tokenizer, text, special=not layout.has_template), str(tokenizer.chat_template)
+        if asked.thinking_tokens and format.opener(text) is None:
+            asked.notes.append("thinking_tokens has no effect: the model does not think before this answer")
+        for name in asked.variables:
+            if not re.search(rf"\b{re.escape(name)}\b", source):
+                asked.notes.append(f"chat_template_kwargs.{name} has no effect: the chat template does not name it")
         if asked.forced and not format.thinks(mode):  # the model's own beginning of a call
             ids += encode(tokenizer, model.call_syntax().start)
         return ids

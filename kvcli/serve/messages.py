@@ -17,25 +17,33 @@ from starlette.types import ASGIApp
 from kvcli.api import End, Event, Read, Turn
 from kvcli.errors import BadInput, KvcliError
 from kvcli.models.text import decode
+from kvcli.serve import schemas as f
 from kvcli.serve.blocks import AnswerBlock, blocks_of, steps_of
 from kvcli.serve.completions import asked_of, finish_of
 from kvcli.serve.errors import error_body
 from kvcli.serve.host import Asked, Host
 from kvcli.serve.openapi import Operation
-from kvcli.serve.schemas import RequestJson, as_parts, json_of, rest_of, translated
 from kvcli.serve.stream import frame, response_of
+from kvcli.settings.problems import any_of
 
 _MODES = {"enabled": "on", "disabled": "none", "adaptive": None}  # of thinking; absent: as the model does by itself
+_NAMES = {"response_format": "output_config.format", "stop": "stop_sequences"}  # of chat completions, and here
+_NAMES |= {"thinking_tokens": "thinking.budget_tokens"}
 _REASONS = {"length": "max_tokens", "tool_calls": "tool_use"}  # others are the end of a turn
 _DELTAS = {"thought": "thinking", "text": "text", "call": "input_json"}
 
 
-class CountRequest(RequestJson):
+class CountRequest(f.RequestJson):
     """A conversation. Other fields are those of the Messages API that chat completions have too."""
 
     model_config = ConfigDict(extra="allow")
-    model: str
-    messages: list[dict[str, Any]]
+    model: str = ""
+    messages: f.Objects
+    tools: list[f.Object] | None = None
+    tool_choice: f.Object | None = None
+    thinking: f.Object | None = None
+    output_config: f.Object | None = None
+    metadata: f.Object | None = None
 
 
 class MessageRequest(CountRequest):
@@ -46,15 +54,14 @@ def operations(host: Host) -> list[Operation]:
     """Return the operations of this protocol."""
 
     async def answer(request: Request) -> ASGIApp:
-        given = await json_of(request)
-        body = translated(given, lambda given: as_chat(given) | {"max_tokens": given["max_tokens"]})
+        body = f.translated(MessageRequest, await f.json_of(request), as_chat, _NAMES)
         (asked,) = await asked_of(host, body, request)
         base = {"id": f"msg_{uuid4().hex}", "type": "message", "role": "assistant", "model": body.model}
         form = MessageForm(base, host, asked)
         return await response_of([host.events(asked)], form, stream=body.stream)
 
     async def count(request: Request) -> ASGIApp:
-        body = translated(await json_of(request), as_chat)
+        body = f.translated(CountRequest, await f.json_of(request), as_chat, _NAMES)
         (asked,) = await asked_of(host, body, request)
         ids = await host.prompt_of(asked, host.profile_of(asked))
         return JSONResponse({"input_tokens": len(ids)})
@@ -68,60 +75,82 @@ def operations(host: Host) -> list[Operation]:
 
 def as_chat(given: Mapping[str, Any]) -> dict[str, Any]:
     """Return a request as one for chat completions. Thoughts of earlier answers are no part of it."""
-    own = ("system", "messages", "tools", "tool_choice", "thinking", "output_config", "metadata")
-    asked, system = rest_of(given, "cache_control", *own), given.get("system")
-    objects = ("thinking", "output_config", "tool_choice", "metadata")
-    thinking, config, choice, metadata = (given.get(key, {}) for key in objects)
-    messages = [{"role": "system", "content": [_part(one) for one in as_parts(system)]}] if system else []
-    for message in given["messages"]:
-        parts, calls = list[Any](), list[Any]()
-        for block in as_parts(message["content"]):
-            kind, other = block["type"], rest_of(block, "type", "cache_control", *_OF_CALLS)
-            if kind == "tool_use":
-                function = {"name": block["name"], "arguments": json.dumps(block["input"])}
-                calls.append({**other, "id": block["id"], "function": function})
-            elif kind == "tool_result":
-                said = [_part(one) for one in as_parts(block.get("content") or "")]
-                said = [*as_parts("error:"), *said] if block.get("is_error") else said
-                messages.append({**other, "role": "tool", "tool_call_id": block["tool_use_id"], "content": said})
-            elif kind not in ("thinking", "redacted_thinking"):
-                parts.append(_part(block))
-        if parts or calls:
-            messages.append({**message, "content": parts, "tool_calls": calls})
+    asked = f.rest_of(given, "cache_control", "system", "messages", "stop_sequences", *_OBJECTS)
+    thinking, config, metadata, choice = (given.get(name, {}) for name in _OBJECTS)
+    messages = list[dict[str, Any]]()
+    if system := given.get("system"):
+        messages.append({"role": "system", "content": f.parts_of(system, _part, "system")})
+    for i, message in enumerate(given["messages"]):
+        with f.at("messages", i):
+            _add_message(messages, message)
     if messages and messages[-1]["role"] == "assistant":
         ways = ["let messages end with one of role user"]
         raise BadInput("an answer at the end is not continued", code="not_supported", try_=ways)
-    if tools := given.get("tools"):
-        asked["tools"] = [_tool(one) for one in tools]
-    if choice:
-        asked["tool_choice"] = {"any": "required"}.get(choice["type"], choice["type"])
-        if choice["type"] == "tool":
-            asked["tool_choice"] = {"type": "function", "function": {"name": choice["name"]}}
+    if tools := asked.get("tools"):
+        with f.at("tools"):
+            asked["tools"] = [_tool(one) for one in tools]
+    if "tool_choice" in given:
+        with f.at("tool_choice"):
+            function = {"function": {"name": choice["name"]}} if choice["type"] == "tool" else {}
+            kind = {"any": "required"}.get(choice["type"], choice["type"])
+        asked["tool_choice"] = {"type": "function", **function} if function else kind
         asked["parallel_tool_calls"] = not choice.get("disable_parallel_tool_use", False)
-    if thinking:
-        asked["reasoning_effort"] = _MODES.get(thinking["type"], thinking["type"])
-        asked["thinking_tokens"] = thinking.get("budget_tokens", 0)
-    if config.get("effort"):
-        asked["reasoning_effort"] = config["effort"]
-    if config.get("format"):
-        asked["response_format"] = {"type": "json_schema", "json_schema": rest_of(config["format"], "type")}
+    if "thinking" in given and (kind := thinking.get("type")) not in _MODES:
+        raise f.WrongField(["thinking", "type"], f" is {json.dumps(kind)}; it takes {any_of([*_MODES])}")
+    effort, mode, form = config.get("effort"), _MODES[thinking.get("type", "adaptive")], config.get("format")
+    form = form and {"type": "json_schema", "json_schema": f.rest_of(form, "type")}
+    for own, name, value in (
+        ("thinking.type", "reasoning_effort", None if mode == "on" and effort else mode),  # the effort says how much
+        ("output_config.effort", "reasoning_effort", effort),
+        ("thinking.budget_tokens", "thinking_tokens", thinking.get("budget_tokens")),
+        ("output_config.format", "response_format", form),
+        ("metadata.user_id", "user", metadata.get("user_id")),
+        ("stop_sequences", "stop", given.get("stop_sequences")),
+    ):
+        f.put(asked, name, value, own)
     if asked.get("service_tier") == "standard_only":
         del asked["service_tier"]
-    asked |= rest_of(thinking, "type", "budget_tokens") | rest_of(config, "effort", "format")  # refused by their names
-    asked |= {f"metadata.{key}": value for key, value in rest_of(metadata, "user_id").items()}
-    if "stop" not in asked:
-        asked["stop"] = asked.pop("stop_sequences", [])
-    return {"user": metadata.get("user_id") or "", **asked, "messages": messages}
+    asked |= f.rest_of(thinking, "type", "budget_tokens")  # refused by their names, as the next ones
+    asked |= f.rest_of(config, "effort", "format")
+    asked |= {f"metadata.{key}": value for key, value in f.rest_of(metadata, "user_id").items()}
+    return {**asked, "messages": messages}
+
+
+_OBJECTS = ("thinking", "output_config", "metadata", "tool_choice")  # fields that are objects
+
+
+def _add_message(messages: list[dict[str, Any]], message: Mapping[str, Any]) -> None:
+    """Add a message, checked, as one of its text and calls, after those for the results of tools that it has."""
+    parts, calls = list[Any](), list[Any]()
+
+    def add(block: Mapping[str, Any]) -> None:
+        kind, other = block["type"], f.rest_of(block, "type", "cache_control", *_OF_CALLS)
+        if kind == "tool_use":
+            function = {"name": block["name"], "arguments": json.dumps(block["input"])}
+            calls.append({**other, "id": block["id"], "function": function})
+        elif kind == "tool_result":
+            said = f.parts_of(block.get("content") or "", _part)
+            said = [*f.as_parts("error:"), *said] if block.get("is_error") else said
+            messages.append({**other, "role": "tool", "tool_call_id": block["tool_use_id"], "content": said})
+            f.checked(f.ChatMessage, messages[-1])
+        elif kind not in ("thinking", "redacted_thinking"):
+            parts.append(_part(block))
+
+    blocks = f.parts_of(message["content"], add)
+    if parts or calls or not blocks:
+        made = {**message, "content": parts if blocks else message["content"], "tool_calls": calls}
+        f.checked(f.ChatMessage, made)
+        messages.append(made)
 
 
 _OF_CALLS = ("id", "name", "input", "tool_use_id", "content", "is_error")  # fields of blocks for calls and results
 
 
 def _part(block: Mapping[str, Any]) -> dict[str, Any]:
-    rest = rest_of(block, "cache_control")
+    rest = f.rest_of(block, "cache_control")
     if rest["type"] != "document":
         return rest
-    source, other = rest["source"], rest_of(rest, "type", "source", "title", "citations")
+    source, other = rest["source"], f.rest_of(rest, "type", "source", "title", "citations")
     data = b64encode(source["data"].encode()).decode() if source["type"] == "text" else source.get("data")
     if source["type"] not in ("base64", "text") or rest.get("citations", {}).get("enabled"):
         ways = ["a source of type base64 or text", 'citations: {"enabled": false}']
@@ -131,7 +160,7 @@ def _part(block: Mapping[str, Any]) -> dict[str, Any]:
 
 def _tool(tool: Mapping[str, Any]) -> dict[str, Any]:
     kind = tool.get("type", "custom")
-    function = {**rest_of(tool, "type", "input_schema", "cache_control"), "parameters": tool.get("input_schema")}
+    function = {**f.rest_of(tool, "type", "input_schema", "cache_control"), "parameters": tool.get("input_schema")}
     return {"type": "function" if kind == "custom" else kind, "function": function}
 
 

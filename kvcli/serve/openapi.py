@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 from pydantic import BaseModel, Field
 from pydantic.json_schema import models_json_schema
@@ -42,6 +42,7 @@ class ErrorFields(BaseModel):
 
 
 class Error(BaseModel):
+    type: Literal["error"]
     error: ErrorFields
 
 

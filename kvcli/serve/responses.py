@@ -13,26 +13,31 @@ from starlette.types import ASGIApp
 
 from kvcli.api import End, Event, Turn
 from kvcli.errors import KvcliError
+from kvcli.serve import schemas as f
 from kvcli.serve.blocks import AnswerBlock, blocks_of, steps_of
 from kvcli.serve.completions import asked_of, finish_of, usage
-from kvcli.serve.errors import Refused, error_body
+from kvcli.serve.errors import error_body
 from kvcli.serve.host import Asked, Host
 from kvcli.serve.openapi import Operation
-from kvcli.serve.schemas import RequestJson, as_parts, json_of, rest_of, translated
 from kvcli.serve.stream import frame, response_of
 
 
-class ResponseRequest(RequestJson):
+class ResponseRequest(f.RequestJson):
     """A conversation in `input`. Other fields are those of the Responses API that chat completions have too."""
 
     model_config = ConfigDict(extra="allow")
-    input: str | list[dict[str, Any]]
+    input: str | f.Objects
+    text: f.Object | None = None
+    reasoning: f.Object | None = None
+    tools: list[f.Object] | None = None
 
 
 _ECHOED = "instructions max_output_tokens metadata reasoning temperature text top_p"
 # what a request may ask for without effect: nothing is stored, cut, encrypted or run later, and thoughts are whole
 _USUAL = {"background": (False,), "truncation": ("disabled",), "include": ([], ["reasoning.encrypted_content"])}
 _WITHOUT_EFFECT = ("metadata", "prompt_cache_key")  # metadata is returned; the KV cache is found by the prompt
+_NAMES = {"max_completion_tokens": "max_output_tokens", "response_format": "text.format"}  # of chat, and here
+_NAMES |= {"reasoning_effort": "reasoning.effort"}
 _PARTS = {"input_text": "text", "output_text": "text", "summary_text": "text", "input_file": "file"}
 
 
@@ -40,8 +45,8 @@ def operations(host: Host) -> list[Operation]:
     """Return the operations of this protocol."""
 
     async def respond(request: Request) -> ASGIApp:
-        given = await json_of(request)
-        body = translated(given, as_chat)
+        given = await f.json_of(request)
+        body = f.translated(ResponseRequest, given, as_chat, _NAMES)
         (asked,) = await asked_of(host, body, request)
         same = {"tools": [], "tool_choice": "auto", "parallel_tool_calls": True} | dict.fromkeys(_ECHOED.split())
         base = {
@@ -62,40 +67,56 @@ def operations(host: Host) -> list[Operation]:
 def as_chat(given: Mapping[str, Any]) -> dict[str, Any]:
     """Return a request as one for chat completions. Thoughts of earlier answers are no part of it."""
     usual = [key for key, values in _USUAL.items() if given.get(key) in values]
-    asked = rest_of(given, "input", "instructions", "text", "reasoning", *_WITHOUT_EFFECT, *usual)
+    own = ("input", "instructions", "text", "reasoning", "max_output_tokens")
+    asked = f.rest_of(given, *own, *_WITHOUT_EFFECT, *usual)
     messages = [{"role": "system", "content": said}] if (said := given.get("instructions")) else []
-    for i, one in enumerate([{"content": given["input"]}] if isinstance(given["input"], str) else given["input"]):
-        kind, item = one.get("type", "message"), rest_of(one, "type", "id", "status", "phase")
-        if kind == "message":
-            messages.append({"role": "user", **item, "content": [_chat_part(one) for one in as_parts(item["content"])]})
-        elif kind == "function_call":
-            if not messages or messages[-1]["role"] != "assistant":
-                messages.append({"role": "assistant"})
-            calls = messages[-1].setdefault("tool_calls", [])
-            calls.append({"id": item.pop("call_id"), "type": "function", "function": item})
-        elif kind == "function_call_output":
-            content = [_chat_part(one) for one in as_parts(item.pop("output"))]
-            messages.append({"role": "tool", "tool_call_id": item.pop("call_id"), **item, "content": content})
-        elif kind != "reasoning":
-            why = f"items of type {kind} are not supported"
-            raise Refused(400, why, code="unsupported_field", param=f"input.{i}.type")
-    text, choice = given.get("text", {}), asked.get("tool_choice")
-    if form := text.get("format"):
-        schema = rest_of(form, "type")
-        asked["response_format"] = {"type": form["type"], **({"json_schema": schema} if schema else {})}
+    items: Any = given["input"]
+    for i, one in enumerate([{"content": items}] if isinstance(items, str) else items):
+        with f.at("input", i):
+            _add_item(messages, one)
+    text, reasoning, choice = given.get("text", {}), given.get("reasoning", {}), asked.get("tool_choice")
+    form = dict[str, Any]()
+    if "format" in text:
+        with f.at("text", "format"):
+            schema = f.rest_of(text["format"], "type")
+            form = {"type": text["format"]["type"], **({"json_schema": schema} if schema else {})}
     if "tools" in asked:
-        functions = [(one["type"], rest_of(one, "type", "strict")) for one in asked["tools"]]
+        with f.at("tools"):
+            functions = [(one["type"], f.rest_of(one, "type", "strict")) for one in asked["tools"]]
         asked["tools"] = [{"type": kind, "function": function} for kind, function in functions]
     if isinstance(choice, dict):
-        asked["tool_choice"] = {**rest_of(choice, "name"), "function": {"name": choice["name"]}}
-    if "max_output_tokens" in asked:
-        asked["max_completion_tokens"] = asked.pop("max_output_tokens")
-    asked |= {f"reasoning_{key}": value for key, value in rest_of(given.get("reasoning", {}), "summary").items()}
-    return {**asked, **rest_of(text, "format"), "messages": messages}
+        with f.at("tool_choice"):
+            asked["tool_choice"] = {**f.rest_of(choice, "name"), "function": {"name": choice["name"]}}
+    f.put(asked, "response_format", form or None, "text.format")
+    f.put(asked, "max_completion_tokens", given.get("max_output_tokens"), "max_output_tokens")
+    for key, value in f.rest_of(reasoning, "summary").items():
+        f.put(asked, f"reasoning_{key}", value, f"reasoning.{key}")
+    f.put(asked, "messages", messages, "input")
+    return {**asked, **f.rest_of(text, "format")}
+
+
+def _add_item(messages: list[dict[str, Any]], one: Mapping[str, Any]) -> None:
+    """Add an item of the input to the messages, checked."""
+    kind, item = one.get("type", "message"), f.rest_of(one, "type", "id", "status", "phase")
+    if kind == "message":
+        messages.append({"role": "user", **item, "content": f.parts_of(item["content"], _chat_part)})
+        f.checked(f.ChatMessage, messages[-1])
+    elif kind == "function_call":
+        call = {"id": item.pop("call_id"), "type": "function", "function": item}
+        f.checked(f.CallOf, call)
+        if not messages or messages[-1]["role"] != "assistant":
+            messages.append({"role": "assistant"})
+        messages[-1].setdefault("tool_calls", []).append(call)
+    elif kind == "function_call_output":
+        content = f.parts_of(item.pop("output"), _chat_part, "output")
+        messages.append({"role": "tool", "tool_call_id": item.pop("call_id"), **item, "content": content})
+        f.checked(f.ChatMessage, messages[-1])
+    elif kind != "reasoning":
+        raise f.WrongField(["type"], f": items of type {kind} are not supported", "unsupported_field")
 
 
 def _chat_part(part: Mapping[str, Any]) -> dict[str, Any]:
-    kind, rest = _PARTS.get(part["type"], part["type"]), rest_of(part, "type", "annotations", "logprobs")
+    kind, rest = _PARTS.get(part["type"], part["type"]), f.rest_of(part, "type", "annotations", "logprobs")
     return {"type": kind, **({"file": rest} if kind == "file" else rest)}
 
 

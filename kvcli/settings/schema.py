@@ -65,9 +65,13 @@ Quant = Literal["none", "int8", "int4", "nf4"]
 Purpose = Literal["your own", "same text", "less memory", "long texts", "comparison"]  # in the order of lists
 
 
+LARGEST = 2**31 - 1  # whole number of a setting or an option that names no limit of its own
+
+
 @dataclass(frozen=True, slots=True)
 class Range:
-    """Range of allowed numbers, for `Annotated[int, Range(0)]`. Infinity and NaN are never allowed."""
+    """Range of allowed numbers, for `Annotated[int, Range(0)]`. Infinity and NaN are never allowed, nor, without
+    `most`, a whole number above LARGEST."""
 
     least: float | None = None
     most: float | None = None
@@ -78,7 +82,7 @@ class Range:
         return (
             abs(value) < float("inf")
             and (self.least is None or value >= self.least)
-            and (self.most is None or value <= self.most)
+            and value <= (self.most if self.most is not None else LARGEST if isinstance(value, int) else value)
             and (self.above is None or value > self.above)
             and (self.below is None or value < self.below)
         )

@@ -17,7 +17,7 @@ from functools import cache
 from typing import Annotated, Any, Literal
 
 from kvcli.settings.problems import Problem, any_of, did_you_mean
-from kvcli.settings.schema import METHOD_TABLES, Pattern, Range
+from kvcli.settings.schema import LARGEST, METHOD_TABLES, Pattern, Range
 from kvcli.settings.small_file import Document, Keys, Level, toml_value
 
 
@@ -147,6 +147,8 @@ def noun(value: object) -> str:
 
 def _wrong(hint: object, value: object) -> WrongValue:
     use, kinds = f"use {expected(hint)}", {_kind(base) for base, _ in _alternatives(hint)}
+    if type(value) is int and value > LARGEST and kinds & {int, float}:
+        use += f", at most {LARGEST:,}" * (" to " not in use)
     if type(value) not in kinds and not (type(value) is int and float in kinds):
         return WrongValue(f"{toml_value(value)} is {noun(value)}", use)
     near = did_you_mean(value, words(hint)) if isinstance(value, str) else ""

@@ -246,8 +246,7 @@ TRANSLATED: dict[str, tuple[Any, dict[str, Any], dict[str, Any]]] = {
 @pytest.mark.parametrize("case", TRANSLATED)
 def test_a_request_is_translated_to_chat_completions(case):
     protocol, given, expected = TRANSLATED[case]
-    usual = {} if protocol is responses else {"stop": [], "user": ""}
-    assert protocol.as_chat(given) == usual | expected
+    assert protocol.as_chat(given) == expected
 
 
 def asks(*parts: Any, role: str = "user") -> dict[str, Any]:
@@ -255,25 +254,62 @@ def asks(*parts: Any, role: str = "user") -> dict[str, Any]:
 
 
 MORE, WHERE, UNKNOWN = "previous_response_id", "messages.0.content.0", "unsupported_field"
+PART_TYPE, EFFORT = "input.0.content.0.type", ("bad_field", "reasoning.effort")
 THINKS = {"type": "adaptive"}
+ASKED = [{"role": "user", "content": "?"}]
+CONTENT_OF = [("bad_field", f"messages.{i}.content") for i in range(2)]
 REFUSED: dict[str, tuple[str, Any, str, str | None]] = {
     "a conversation that is stored": (RESPONSES, {MORE: "r"}, "unsupported_field", MORE),
     "storing": (RESPONSES, {"store": True}, "bad_field", "store"),
     "an item": (RESPONSES, {"input": [{"type": "web_search_call"}]}, "unsupported_field", "input.0.type"),
-    "a picture": (RESPONSES, {"input": [{"content": [{"type": "input_image"}]}]}, "bad_field", "messages.0.content.0"),
+    "a picture": (RESPONSES, {"input": [{"content": [{"type": "input_image"}]}]}, "bad_field", PART_TYPE),
     "a tool of others": (RESPONSES, {"tools": [{"type": "web_search"}]}, "bad_tools", None),
-    "no list": (RESPONSES, {"input": 3}, "bad_field", None),
-    "items that are none": (RESPONSES, {"input": [3]}, "bad_field", None),
+    "no list": (RESPONSES, {"input": 3}, "bad_field", "input"),
+    "items that are none": (RESPONSES, {"input": [3]}, "bad_field", "input.0"),
     "no limit": (MESSAGES, {"max_tokens": None}, "bad_field", "max_tokens"),
     "a role": (MESSAGES, asks(*TEXT, role="boss"), "bad_field", "messages.0.role"),
-    "no content": (MESSAGES, {"messages": [{"role": "user"}]}, "bad_field", "content"),
+    "no content": (MESSAGES, {"messages": [{"role": "user"}]}, "bad_field", "messages.0.content"),
+    "no content of the second": (MESSAGES, {"system": "a", "messages": [*ASKED, {"role": "user"}]}, *CONTENT_OF[1]),
+    "null content": (MESSAGES, {"messages": [*ASKED, {"role": "user", "content": None}]}, *CONTENT_OF[1]),
+    "an empty list of content": (MESSAGES, {"messages": [*ASKED, {"role": "user", "content": []}]}, *CONTENT_OF[1]),
+    "no messages": (MESSAGES, {"system": "a", "messages": []}, "bad_field", "messages"),
+    "no content of an item": (RESPONSES, {"input": [*ASKED, {"role": "user"}]}, "bad_field", "input.1.content"),
+    "no item": (RESPONSES, {"instructions": "a", "input": []}, "bad_field", "input"),
+    "a part of an item": (RESPONSES, {"input": [asks({"text": "a"})["messages"][0]]}, "bad_field", PART_TYPE),
+    "a result without its call": (
+        RESPONSES,
+        {"input": [*ASKED, {"type": "function_call_output", "output": "a"}]},
+        "bad_field",
+        "input.1.call_id",
+    ),
+    "a form without a type": (RESPONSES, {"text": {"format": {}}}, "bad_field", "text.format.type"),
+    "thinking without a type": (MESSAGES, {"thinking": {}}, "bad_field", "thinking.type"),
+    "two inputs": (RESPONSES, {"messages": ASKED}, "bad_field", "input"),
+    "two limits": (RESPONSES, {"max_output_tokens": 2, "max_tokens": 3}, "bad_field", "max_output_tokens"),
+    "two limits of a message": (MESSAGES, {"max_completion_tokens": 3}, "bad_field", "max_completion_tokens"),
+    "two efforts": (RESPONSES, {"reasoning": {"effort": "low"}, "reasoning_effort": "on"}, *EFFORT),
+    "effort without thinking": (
+        MESSAGES,
+        {"thinking": {"type": "disabled"}, "output_config": {"effort": "low"}},
+        "bad_field",
+        "output_config.effort",
+    ),
+    "two forms": (
+        RESPONSES,
+        {"text": {"format": {"type": "text"}}, "response_format": {"type": "json_object"}},
+        "bad_field",
+        "text.format",
+    ),
+    "two lists of stops": (MESSAGES, {"stop": ["a"], "stop_sequences": ["b"]}, "bad_field", "stop_sequences"),
+    "two users": (MESSAGES, {"user": "a", "metadata": {"user_id": "b"}}, "bad_field", "metadata.user_id"),
+    "two documents": (CHAT, asks({**FILE, "file": {**FILE["file"], "file_id": "0"}}), "bad_field", f"{WHERE}.file"),
     "an answer to go on with": (MESSAGES, asks(*TEXT, role="assistant"), "not_supported", None),
     "an unknown field": (MESSAGES, {"container": "c"}, "unsupported_field", "container"),
     "a tool of Anthropic's": (MESSAGES, {"tools": [{"type": "bash_20250124", "name": "bash"}]}, "bad_tools", None),
-    "a way of thinking": (MESSAGES, {"thinking": {"type": "hard"}}, "bad_field", "reasoning_effort"),
+    "a way of thinking": (MESSAGES, {"thinking": {"type": "hard"}}, "bad_field", "thinking.type"),
     "a way to show thoughts": (MESSAGES, {"thinking": {**THINKS, "display": "omitted"}}, UNKNOWN, "display"),
     "a file elsewhere": (MESSAGES, asks({"type": "document", "source": {"type": "url"}}), "not_supported", None),
-    "a field of a block": (MESSAGES, asks({**TEXT[0], "citations": [1]}), UNKNOWN, f"{WHERE}.text.citations"),
+    "a field of a block": (MESSAGES, asks({**TEXT[0], "citations": [1]}), UNKNOWN, f"{WHERE}.citations"),
     "several answers": (RESPONSES, {"n": 2}, "unsupported_field", "n"),
     "scores": (RESPONSES, {"logprobs": True}, "unsupported_field", "logprobs"),
     "scores of likely tokens": (RESPONSES, {"top_logprobs": 2}, "unsupported_field", "top_logprobs"),
@@ -291,6 +327,7 @@ def test_a_request_is_refused_by_name(served, case):
     found = served.post(path, usual | changes)
     assert error_of(found) == (404 if code == "no_such_document" else 400, code)
     assert found.json()["error"]["param"] == param
+    assert found.json()["type"] == "error"
 
 
 def test_an_error_in_a_stream_ends_it(served, monkeypatch):

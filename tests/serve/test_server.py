@@ -217,6 +217,7 @@ def test_a_variable_of_a_template_may_have_any_name(served):
 
 # --- refusals
 
+ACALL = {"id": "c", "function": {"name": "f"}}
 MANY = [{"role": "user", "content": "Hello " * 3000}]
 DEEP = json.loads('{"not":' * 150 + "{}" + "}" * 150)
 REFUSED: dict[str, tuple[int, str, dict[str, Any]]] = {
@@ -225,6 +226,17 @@ REFUSED: dict[str, tuple[int, str, dict[str, Any]]] = {
     "a text for a number": (400, "bad_field", {"temperature": "1"}),
     "a number out of range": (400, "bad_field", {"top_p": 2}),
     "no messages": (400, "bad_field", {"messages": []}),
+    "no content": (400, "bad_field", {"messages": [*HELLO["messages"], {"role": "user"}]}),
+    "null content": (400, "bad_field", {"messages": [{"role": "user", "content": None}]}),
+    "an empty list of content": (400, "bad_field", {"messages": [{"role": "user", "content": []}]}),
+    "an answer without content or calls": (400, "bad_field", {"messages": [{"role": "assistant"}]}),
+    "a result without content": (400, "bad_field", {"messages": [{"role": "tool", "tool_call_id": "c"}]}),
+    "calls of a user": (400, "bad_field", {"messages": [{"role": "user", "content": "?", "tool_calls": [ACALL]}]}),
+    "two limits": (400, "bad_field", {"max_completion_tokens": 7}),
+    "two temperatures": (400, "bad_field", {"set": {"sample.temperature": 1}}),
+    "an empty stop": (400, "bad_field", {"stop": ""}),
+    "a schema that is missing": (400, "bad_field", {"response_format": {"type": "json_schema"}}),
+    "a schema of a text": (400, "bad_field", {"response_format": {"type": "text", "json_schema": {"schema": {}}}}),
     "a picture": (400, "bad_field", {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}),
     "a role": (400, "bad_field", {"messages": [{"role": "robot", "content": "?"}]}),
     "another model": (404, "model_not_found", {"model": "gpt-5"}),
@@ -276,6 +288,72 @@ def test_a_request_is_refused_by_name(served, case):
     status, code, more = REFUSED[case]
     assert error_of(served.post(CHAT, {**HELLO, **more})) == (status, code)
     assert error_of(served.post(CHAT, {**HELLO, **more}, stream=True)) == (status, code)
+
+
+WORDS: dict[str, tuple[str, Any, str]] = {
+    "max_tokens": (CHAT, {**HELLO, "max_tokens": "7"}, 'max_tokens is "7"; it takes a whole number'),
+    "n": (CHAT, {**HELLO, "n": 17}, "n is 17; it takes a number up to 16"),
+    "temperature": (CHAT, {**HELLO, "temperature": -1}, "temperature is -1; it takes a number from 0"),
+    "stream": (CHAT, {**HELLO, "stream": "yes"}, 'stream is "yes"; it takes true or false'),
+    "stop": (CHAT, {**HELLO, "stop": 3}, "stop is 3; it takes a text or a list"),
+    "store": (CHAT, {**HELLO, "store": True}, "store is true; it takes false"),
+    "set": (CHAT, {**HELLO, "set": []}, "set is []; it takes an object"),
+    "tool_choice": (
+        CHAT,
+        {**HELLO, "tool_choice": 3},
+        'tool_choice is 3; it takes "auto", "none" or "required" or an object',
+    ),
+    "messages": (CHAT, {"messages": []}, "messages is []; it takes a list that is not empty"),
+    "messages.1": (CHAT, {"messages": [*HELLO["messages"], 3]}, "messages.1 is 3; it takes an object"),
+    "messages.0.content": (CHAT, {"messages": [{"role": "user"}]}, "messages.0.content is missing"),
+    "messages.0.role": (
+        CHAT,
+        {"messages": [{"role": "boss", "content": "?"}]},
+        'messages.0.role is "boss"; it takes "system", "developer", "user", "assistant" or "tool"',
+    ),
+    "messages.0.content.0.file.file_data": (
+        CHAT,
+        {"messages": [{"role": "user", "content": [{"type": "file", "file": {"file_data": 3}}]}]},
+        "messages.0.content.0.file.file_data is 3; it takes a text",
+    ),
+    "prompt.1": (TEXT, {"prompt": [1, "a"]}, 'prompt.1 is "a"; it takes a whole number or a list'),
+    "max_completion_tokens": (
+        CHAT,
+        {**HELLO, "max_completion_tokens": 7},
+        "max_completion_tokens is 7 and max_tokens, which means the same, is 6",
+    ),
+}
+
+
+@pytest.mark.parametrize("field", WORDS)
+def test_a_refusal_says_the_value_and_what_the_field_takes(served, field):
+    path, asked, said = WORDS[field]
+    error = served.post(path, asked).json()["error"]
+    assert (error["message"], error["param"]) == (said, field)
+
+
+IDLE: dict[str, dict[str, Any]] = {
+    "thinking_tokens": {"thinking_tokens": 9},
+    "chat_template_kwargs.enable_thinking": {"chat_template_kwargs": {"enable_thinking": True}},
+    "sample.top_p": {"top_p": 0.5},
+    "sample.xtc_threshold": {"xtc_threshold": 0.2, "temperature": 1},
+    "sample.dry_base": {"dry_base": 2, "n": 2},
+}
+
+
+@pytest.mark.parametrize("field", IDLE)
+def test_a_field_without_effect_is_noted_and_one_with_it_is_not(served, field):
+    (note,) = served.post(CHAT, {**HELLO, **IDLE[field]}).json()["notes"]
+    assert note.startswith(f"{field} has no effect")
+    acts = {
+        "temperature": 1,
+        "top_p": 0.5,
+        "xtc_threshold": 0.2,
+        "xtc_probability": 0.1,
+        "stop_loops": 9,
+        "max_tokens": 2,
+    }
+    assert served.post(CHAT, {**HELLO, **acts}).json()["notes"] == []
 
 
 RAW: dict[str, tuple[int, str, bytes]] = {

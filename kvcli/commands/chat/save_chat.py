@@ -124,7 +124,7 @@ def said_of(kept: Read) -> str:
 
 def about(talk: Chat) -> str:
     """Return one line with the chat's title and numbers of questions and documents."""
-    return facts(talk.title, len(talk.messages) // 2, len(talk.documents))
+    return facts(talk.title, talk.n_questions(), len(talk.documents))
 
 
 def facts(title: str | None, questions: int, documents: int) -> str:

@@ -46,7 +46,7 @@ def _exit(repl: Repl, _: str) -> None:
 
 @SLASH.add("clear", "", "start a new chat with the same system text")
 def _clear(repl: Repl, _: str) -> None:
-    n, documents = len(repl.chat.messages) // 2, repl.chat.documents
+    n, documents = repl.chat.n_questions(), repl.chat.documents
     again = "; the chat is saved, and /resume opens it again" if repl.chat.is_saved else ""
     repl.chat.clear()
     repl.last = None
@@ -65,7 +65,7 @@ def _undo(repl: Repl, argument: str) -> None:
     if not n:
         repl.say("there is no question to remove")
         return
-    repl.say(f"removed {f.plural(n, 'question')}, {len(repl.chat.messages) // 2} left{_gone(repl, documents)}")
+    repl.say(f"removed {f.plural(n, 'question')}, {repl.chat.n_questions()} left{_gone(repl, documents)}")
 
 
 def _gone(repl: Repl, before: Sequence[Document]) -> str:

@@ -8,7 +8,7 @@ from typing import Annotated, Literal, get_args
 
 import typer
 
-from kvcli.commands.common.options import Options, choice, flag, option
+from kvcli.commands.common.options import Options, choice, flag, option, refuse_larger
 from kvcli.documents.document import Ocr
 from kvcli.errors import UsageError
 from kvcli.settings.schema import NO_PENALTY, ThinkingMode, registries, tokens_of
@@ -164,11 +164,12 @@ def listed(text: str) -> list[str]:
 
 def window(text: str) -> int | str:
     """Parse `auto`, `max` or a number of tokens. Both words mean the model's limit; auto is reduced if memory lacks."""
-    return "auto" if text in ("auto", "max") else tokens(text, "--ctx", 'tokens, "auto" or "max"')
+    return "auto" if text in ("auto", "max") else tokens(text, "--ctx", 'a number of tokens from 1, "auto" or "max"')
 
 
-def tokens(text: str, flag: str, kind: str = "tokens") -> int:
+def tokens(text: str, flag: str, kind: str = "a number of tokens from 1") -> int:
     """Parse a number of tokens: `4096`, `4k` (4,096), `1.5k`, `1m`."""
     if n := tokens_of(text):
+        refuse_larger(flag, n)
         return n
     raise UsageError(f"{flag} takes {kind}, not {text!r}", try_=[f"{flag} 4096", f"{flag} 4k"])

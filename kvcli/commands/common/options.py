@@ -11,6 +11,7 @@ import typer
 import typer.main
 
 from kvcli.errors import UsageError
+from kvcli.settings.schema import LARGEST
 
 Run = TypeVar("Run", bound=Callable[..., int | None])
 
@@ -42,6 +43,12 @@ class Options:
         typed = [flag for name, flag in self.typed.items() if name not in allowed]
         if typed:
             raise UsageError(f"{mode} excludes {', '.join(typed)}", try_=[f"leave out {' and '.join(typed)}"])
+
+
+def refuse_larger(flag: str, n: float) -> None:
+    """Raise UsageError for a number above the largest one."""
+    if n > LARGEST:
+        raise UsageError(f"{flag} is {n:,}, and at most {LARGEST:,}", try_=[f"{flag} {LARGEST}"])
 
 
 def option(
@@ -82,6 +89,9 @@ def command(app: typer.Typer, name: str | None = None) -> Callable[[Run], Run]:
 
         def call(context: typer.Context, **given: Any) -> int | None:
             typed = _typed(context, given)
+            for name, flag in typed.items():
+                if isinstance(given[name], int | float) and name != "seed":
+                    refuse_larger(flag, given[name])
             return run(context.obj, **{each.name: _value(each.name, hints[each.name], given, typed) for each in rest})
 
         context = Parameter("context", Parameter.POSITIONAL_OR_KEYWORD, annotation=typer.Context)

@@ -77,6 +77,15 @@ class Sampler:
         values = {of.name: getattr(self, of.name) for of in fields(self) if getattr(self, of.name) != of.default}
         return {"temperature": self.temperature} | {k: v for k, v in values.items() if isinstance(v, int | float)}
 
+    @property
+    def idle(self) -> dict[str, str]:
+        """Settings that are set and have no effect, by profile key, each with the one that is 0."""
+        needs = dict.fromkeys(("top_n_sigma", "top_k", "top_p", "min_p", "typical_p"), "temperature")
+        needs |= {"bregman_lambda": "temperature", "bregman_alpha": "bregman_lambda"}
+        needs |= {"xtc_probability": "temperature", "xtc_threshold": "xtc_probability"}
+        needs |= dict.fromkeys(("dry_base", "dry_allowed_length", "dry_range"), "dry_multiplier")
+        return {key: other for key, other in needs.items() if key in self.numbers and not getattr(self, other)}
+
     def facts(self, history: TokenHistory, paths: Sequence[Sequence[int]], answer_at: int) -> TokenFacts:
         """Return the facts that the penalties read, at rows behind these paths."""
         most = penalties.longest_repeat(self.dry_base, self.dry_allowed_length)
