@@ -188,14 +188,16 @@ class NowAndThen(Right):
         self.hears, self.heard = hears, list[Any]()
 
     def propose(self, ids: Sequence[int], room: int, past: object) -> Draft:
-        return replace(super().propose(ids, room, past), needs=NeededTensors(self.hears if len(self.heard) % 2 else ()))
+        return replace(super().propose(ids, room, past), needs=self.hears if len(self.heard) % 2 else NeededTensors())
 
     def observe(self, step: Step) -> None:
-        given = step.queries if self.hears == "queries" else step.hidden
+        given = step.queries if self.hears.queries else step.hidden
         self.heard.append(None if given is None else [t.clone() for t in given])
 
 
-@pytest.mark.parametrize("hears", ["queries", LAST_STATE, (1, 0, -1)])
+@pytest.mark.parametrize(
+    "hears", [NeededTensors(queries=True), NeededTensors(LAST_STATE), NeededTensors((1, 0, -1))], ids=str
+)
 def test_a_pass_with_recorded_queries_has_a_capture_of_its_own(hears: Any) -> None:
     truth, each = [*PROMPT, *plain("llama", SEEDED)], []
     for is_recorded in (False, True):

@@ -83,12 +83,12 @@ def test_sequoia_waits_for_one_draft_of_each_shape_to_time_its_passes() -> None:
     graphs = FakeGraphs()
     session = opened(models("alike", graphs), *SEQUOIA)
     chain = session.drafter._chain
-    for until, waits in ((5, 1), (1, 2), (0, 1)):  # behind the last one it makes another shape
+    for until, waits in ((5, 1), (1, 3), (1, 2), (0, 1)):  # the first timed draft is made twice; 0 = another shape
         run_to_end(session.step())
         chain._until_plan, before, timed = until, graphs.waits, len(chain._seconds)
         run_to_end(session.step())
         assert graphs.waits - before == waits
-        assert (len(chain._seconds) > timed) == (waits == 2)
+        assert (len(chain._seconds) > timed) == (waits > 1)
 
 
 @pytest.mark.parametrize("sets", [CHAIN, ALL, SEQUOIA])
@@ -117,6 +117,16 @@ def test_of_an_unread_draft_that_the_answers_end_cuts_off_the_text_is_the_same(s
     assert session.committed == len(session.ids) - 1
 
 
+@pytest.mark.parametrize("depth", [1, 2])
+def test_of_passes_that_are_not_captured_the_host_reads_the_draft(depth: int) -> None:
+    graphs, sets = FakeGraphs(), (*ALL, f"spec.depth={depth}")
+    pair = models("unlike", graphs)
+    del pair.draft.remembers[CapturedPasses]
+    steps, _ = written(opened(pair, *sets), graphs)
+    assert steps == written(opened(models("unlike", None), *sets), graphs)[0]
+    assert max(map(len, steps)) == 1 + 3 * depth
+
+
 def test_where_a_draft_ends_by_what_its_passes_find_each_pass_is_waited_for() -> None:
     graphs = FakeGraphs()
     _, waits = written(opened(models("alike", graphs), "spec.min_gain=0.1"), graphs)
@@ -134,3 +144,8 @@ def test_fixed_drafts_of_two_texts_share_their_passes(sets: tuple[str, ...]) -> 
     assert all(task.error is None for task in tasks)
     assert [text.ids[: len(PROMPT) + NEW] for text in texts] == [alone.ids[: len(PROMPT) + NEW]] * 2
     assert not pair.draft.remembers[CapturedPasses].eager
+
+
+def test_self_drafting_offers_as_many_alternatives_as_the_profile_asks_for() -> None:
+    step = run_to_end(opened(models("self", None), "spec.branches=5").step())
+    assert len(step.rows.children()[0]) == 5
