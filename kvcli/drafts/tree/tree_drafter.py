@@ -34,18 +34,11 @@ class TreeDrafter:
     """Tree drafter: holds the draft sources, the draft tree of the running pass, and the draft controller."""
 
     def __init__(
-        self,
-        config: DraftSettings,
-        sources: Sequence[DraftSource],
-        *,
-        clock: Callable[[], float],
-        successors: Sequence[RecycledLogits] = (),
-        lookahead: tuple[JacobiWindow, NgramPool] | None = None,
-        view: ViewSpec | None = None,
-        chain: ModelDraft | None = None,
-        beyond: Sequence[tuple[int, Beyond]] = (),
+        self, config: DraftSettings, sources: Sequence[DraftSource], *, clock: Callable[[], float],
+        successors: Sequence[RecycledLogits] = (), lookahead: tuple[JacobiWindow, NgramPool] | None = None,
+        view: ViewSpec | None = None, chain: ModelDraft | None = None, beyond: Sequence[tuple[int, Beyond]] = (),
         stop: StopRule | None = None,
-    ) -> None:
+    ) -> None:  # fmt: skip
         """`clock`: of the target model, in seconds. `successors`: the sources that learn from logits. The n-gram pool
         of `lookahead` is in `sources`, and so is `chain`, as the last, which needs draft passes; `stop` may end its
         drafts sooner than measured times do. `beyond`: as in `grow`."""
