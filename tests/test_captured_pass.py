@@ -24,7 +24,7 @@ from kvcli.engine.cuda_graphs.pass_inputs import CapturedPart, PassShape
 from kvcli.engine.drafting.draft_kv import DraftTreeKV
 from kvcli.engine.drafting.drafter import ModelPair
 from kvcli.engine.engine import Engine, generate_together, run_to_end
-from kvcli.engine.forward_request import LAST_STATE, Draft
+from kvcli.engine.forward_request import LAST_STATE, Draft, NeededTensors
 from kvcli.engine.hf.lm import LM
 from kvcli.engine.loading.open_lm import wrap_lm
 from kvcli.engine.policy.policy import Policy
@@ -157,7 +157,7 @@ class Hearing(Bush):
     """Is handed the hidden states of its rows."""
 
     def propose(self, ids: Sequence[int], room: int, past: object) -> Draft:
-        return replace(super().propose(ids, room, past), needs=LAST_STATE)
+        return replace(super().propose(ids, room, past), needs=NeededTensors(LAST_STATE))
 
     def observe(self, step: Step) -> None:
         assert step.hidden is not None
@@ -188,14 +188,16 @@ class NowAndThen(Right):
         self.hears, self.heard = hears, list[Any]()
 
     def propose(self, ids: Sequence[int], room: int, past: object) -> Draft:
-        return replace(super().propose(ids, room, past), needs=self.hears if len(self.heard) % 2 else ())
+        return replace(super().propose(ids, room, past), needs=self.hears if len(self.heard) % 2 else NeededTensors())
 
     def observe(self, step: Step) -> None:
-        given = step.queries if self.hears == "queries" else step.hidden
+        given = step.queries if self.hears.queries else step.hidden
         self.heard.append(None if given is None else [t.clone() for t in given])
 
 
-@pytest.mark.parametrize("hears", ["queries", LAST_STATE, (1, 0, -1)])
+@pytest.mark.parametrize(
+    "hears", [NeededTensors(queries=True), NeededTensors(LAST_STATE), NeededTensors((1, 0, -1))], ids=str
+)
 def test_a_pass_with_recorded_queries_has_a_capture_of_its_own(hears: Any) -> None:
     truth, each = [*PROMPT, *plain("llama", SEEDED)], []
     for is_recorded in (False, True):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import chain
 from random import Random
 
 import pytest
@@ -32,7 +33,7 @@ def test_a_row_reads_its_own_line_as_if_that_were_stored(storage: str, dtype: st
         said += run_to_end(draft_kv.grow([random.randrange(97) for _ in range(n)], parents, top))
     for row in range(len(draft_kv)):
         line = draft_kv._above[row]
-        ids = [draft_kv.ids[i] for i in line]
+        ids = [[*chain.from_iterable(draft_kv._ids)][i] for i in line]
         (made,) = run(
             [ForwardRequest(lm, Rows.chain(ids, PROMPT), session.cache, want=[len(ids) - 1], logits_hook=top)]
         )
@@ -67,5 +68,5 @@ def test_a_pass_that_broke_leaves_no_rows() -> None:
     broken = draft_kv.grow([9, 9, 9], [-1, 1, 1], top)
     next(broken)
     broken.close()
-    assert (draft_kv.ids, draft_kv.parents) == ([5, 6], [-1, 0])
+    assert (draft_kv._ids, draft_kv.parents) == ([[5, 6]], [-1, 0])
     assert run_to_end(draft_kv.grow([5, 6], [-1, 2], top)) == want

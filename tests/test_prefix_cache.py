@@ -431,6 +431,39 @@ def test_a_block_that_became_another_one_before_it_was_read_is_not_taken(
     assert torch.equal(logits, alone)
 
 
+def test_a_whole_block_in_the_place_of_a_corrupt_one_stays(
+    lm: LM, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Between the reading of a corrupt file and its deletion another process may write the block anew."""
+    shelf = shelf_in(tmp_path / "kv", lm)
+    answer(lm, shelf, IDS)
+    path, other = next(path for path, _ in BlockTree(next((tmp_path / "kv").iterdir())).places(IDS)), tmp_path / "other"
+    data = path.read_bytes()
+    path.write_bytes(data[:-1] + bytes([data[-1] ^ 1]))
+
+    def late(at: Path, *rest: object) -> Block:
+        try:
+            return read(at, *rest)  # type: ignore[arg-type]
+        finally:
+            other.write_bytes(data)
+            other.replace(at)
+
+    monkeypatch.setattr(block_tree, "read", late)
+    with pytest.raises(snapshot_file.CorruptFile):
+        block_tree.load(path, IDS[:LENGTH], {}, lm.shapes, torch.float32)
+    assert path.read_bytes() == data
+
+
+def test_a_whole_block_that_lacks_what_it_had_stays(tmp_path: Path, lm: LM, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another process has replaced it since by one that has other slots."""
+    path, half = tmp_path / "block", torch.zeros(2, LENGTH // 2, 4)
+    path.write_bytes(b"whole")
+    monkeypatch.setattr(block_tree, "read", lambda *_: Block(IDS[:LENGTH], {0: (half, half)}))
+    with pytest.raises(snapshot_file.CorruptFile, match="replaced"):
+        block_tree.load(path, IDS[:LENGTH], {0: slice(0, LENGTH)}, lm.shapes, torch.float32)
+    assert path.exists()
+
+
 def test_what_others_remove_meanwhile_is_no_failure(lm: LM, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Two runs make room at once: what one has listed is gone when it looks."""
     shelf, whole = shelf_in(tmp_path / "kv", lm), Path.glob

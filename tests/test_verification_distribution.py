@@ -76,7 +76,7 @@ def engine_law(p: np.ndarray, pending: int, draft: Draft) -> Law:
 
 
 DRAFTS = {
-    "none": Draft.none(),
+    "none": Draft([], []),
     "chain": Draft.chain([1, 2]),
     "likely": Draft.chain([0, 0, 0]),
     "fork": Draft([1, 2, 3, 0], [-1, -1, 0, 1]),

@@ -8,9 +8,9 @@ or a batch of many.
 from __future__ import annotations
 
 from collections.abc import Callable, Generator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from inspect import isgenerator
-from typing import TYPE_CHECKING, Any, Literal, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import numpy as np
 import torch
@@ -31,24 +31,50 @@ if TYPE_CHECKING:
 # Rows: the tokens of one forward pass, laid out as a draft tree followed by lookahead rows.
 
 
-# tensors of a step's tree rows that the drafter needs: queries, or the inputs of layers, as `record_hidden_states`
-NeededTensors = Literal["queries"] | tuple[int, ...]
 LAST_STATE = (-1,)  # the input of the output layer
 
 
-class TokenIds(Sequence[int]):
-    """Token ids, some of which the host has not read. To read one of these waits for the pass that found it."""
+class NeededTensors(NamedTuple):
+    """Tensors of a step's tree rows that its drafter reads."""
 
-    def __init__(self, ids: Sequence[int], follows: Mapping[int, ForwardResult]) -> None:
-        """`follows`: by index, as in `Rows`; these `ids` are not read."""
-        self._ids, self._follows = ids, follows
+    states: tuple[int, ...] = ()  # inputs of layers, as `record_hidden_states`
+    queries: bool = False
+
+
+class Choice(NamedTuple):
+    """A draft token that the host need not have read: one of the likeliest tokens after a row of a captured pass."""
+
+    of: ForwardResult
+    row: int  # index into `want` of the pass
+    rank: int  # 0 = the likeliest
+
+    def read(self) -> int:
+        """Return the token's id, once its pass has ended."""
+        return int(self.of.hook_output(self.row)[self.rank])
+
+
+RanRow = tuple["ForwardResult", int]  # row of a pass: the pass, and the index into its `want`
+# rows whose tokens are choices, level by level: index of the row before (0 = a root, 1 = the first of these), rank
+ChosenRows = Sequence[tuple[int, int]]
+
+
+class TokenIds(Sequence[int]):
+    """Token ids, the last of which are choices. To read one of these waits for its pass."""
+
+    def __init__(self, ids: Sequence[int], choices: Sequence[Choice]) -> None:
+        self._ids, self._choices = ids, choices
 
     def __len__(self) -> int:
-        return len(self._ids)
+        return len(self._ids) + len(self._choices)
 
     def __getitem__(self, i: Any) -> Any:
         at = range(len(self))[i]
-        return int(self._follows[at].hook_output(0)[0]) if at in self._follows else self._ids[at]
+        return self._ids[at] if at < len(self._ids) else self._choices[at - len(self._ids)].read()
+
+    @staticmethod
+    def of(ids: Sequence[int], choices: Sequence[Choice]) -> Sequence[int]:
+        """Return these ids, then the choices if there are any."""
+        return TokenIds(ids, choices) if choices else ids
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,14 +99,11 @@ class Draft:
     ids: Sequence[int]
     parent: list[int]
     lookahead: LookaheadRows | None = None
-    needs: NeededTensors = ()  # tensors of the tree rows to return, in `Step.queries` or `Step.hidden`
+    needs: NeededTensors = field(
+        default_factory=NeededTensors
+    )  # tensors to return, in `Step.queries` and `Step.hidden`
     ahead: int = 0  # without draft tokens: one-row passes to come, which a captured pass may start early
-    # a chain that the host has not read: the first choices after the first row of each of these passes
-    follows: Sequence[ForwardResult] = ()
-
-    @staticmethod
-    def none(ahead: int = 0) -> Draft:
-        return Draft([], [], ahead=ahead)
+    choices: Sequence[Choice] = ()  # draft tokens after `ids`, by reference; then without lookahead rows
 
     @staticmethod
     def chain(ids: Sequence[int]) -> Draft:
@@ -106,8 +129,7 @@ class Rows:
     parent: tuple[int, ...]  # [tree], -1 for row 0
     wanted: tuple[int, ...] = ()  # lookahead rows whose logits are wanted, after the tree's
     ahead: int = 0  # as in `Draft`; each such pass runs the token that the pass before it sampled
-    # by row, the pass after whose first row its token is the first choice: the host may have to wait to read that
-    follows: Mapping[int, ForwardResult] = field(default_factory=dict)
+    choices: Sequence[Choice] = ()  # the tokens of the last rows, if they are choices: `ids` may have to wait for them
 
     @property
     def want(self) -> list[int]:
@@ -119,26 +141,23 @@ class Rows:
         return len(self.ids)
 
     @staticmethod
-    def chain(ids: Sequence[int], start: int, ahead: int = 0) -> Rows:
+    def chain(ids: Sequence[int], start: int, ahead: int = 0, choices: Sequence[Choice] = ()) -> Rows:
         """Return rows for consecutive tokens at positions start, start + 1, ...: prefill, or one plain decoding row."""
         n = len(ids)
-        return Rows(ids, range(start, start + n), tree_mask=None, tree=n, parent=tuple(range(-1, n - 1)), ahead=ahead)
+        return Rows(ids, range(start, start + n), None, n, tuple(range(-1, n - 1)), ahead=ahead, choices=choices)
 
     @staticmethod
     def build(pending: int, at: int, draft: Draft) -> Rows:
         """Return rows for the pending token at position `at`, the draft's tree below it, then its lookahead rows."""
-        if not draft.ids and draft.lookahead is None:
+        if not draft.parent and draft.lookahead is None:
             return Rows.chain([pending], at, draft.ahead)
-        if draft.follows:
-            unread = dict(enumerate(draft.follows, start=1))
-            return replace(Rows.chain(TokenIds([pending, *draft.ids], unread), at), follows=unread)
         parent = [-1, *(p + 1 for p in draft.parent)]  # node i of the draft is row i + 1
         is_chain = all(p == i - 1 for i, p in enumerate(parent))
+        ids = TokenIds.of([pending, *draft.ids], draft.choices)
         if is_chain and draft.lookahead is None:
-            return Rows.chain([pending, *draft.ids], at)
+            return Rows.chain(ids, at, choices=draft.choices)
         tree = len(parent)
         offset = [0, *draft.depth()]
-        ids = [pending, *draft.ids]
         n = tree + (len(draft.lookahead.ids) if draft.lookahead is not None else 0)
         sees = np.zeros((n, n), dtype=np.bool_)  # numpy is faster: updating one row in torch takes six times as long
         sees.flat[:: n + 1] = True  # like `eye`, in a fifth of the time
@@ -147,7 +166,7 @@ class Rows:
         if draft.lookahead is not None:
             sees[tree:, 0] = True  # a lookahead row attends to the pending token, never to a draft token
             sees[tree:, tree:] = draft.lookahead.sees
-            ids, offset = ids + draft.lookahead.ids, offset + draft.lookahead.offset
+            ids, offset = [*ids, *draft.lookahead.ids], offset + draft.lookahead.offset
         return Rows(
             ids=ids,
             pos=[at + i for i in offset],
@@ -155,6 +174,7 @@ class Rows:
             tree=tree,
             parent=tuple(parent),
             wanted=tuple(tree + i for i in draft.lookahead.wanted) if draft.lookahead else (),
+            choices=draft.choices,
         )
 
     def only(self, rows: Sequence[int]) -> Rows:

@@ -104,12 +104,12 @@ class BlockTree:
         for name in [own] if own in after else after:
             path = self.path(parent, name)
             try:
+                seen = path.stat()
                 ids, firsts = read_tokens(path)
                 if name != name_of(parent, ids):
                     raise CorruptFile("its name does not fit its tokens")
             except CorruptFile:  # a corrupt file must be deleted, else its block would never be written again
-                with suppress(OSError):
-                    path.unlink()
+                _delete(path, seen)
                 continue
             except OSError:
                 continue
@@ -187,16 +187,23 @@ def load(
 ) -> dict[int, tuple[Tensor, Tensor]]:
     """Read KV of these parts, by layer, of a block that begins with tokens `ids`; delete it if it is corrupt.
 
-    Raises CorruptFile, or OSError, after which the file remains."""
+    Raises CorruptFile, also if it lacks these parts and is whole, or OSError, after which the file remains."""
+    seen = path.stat()
     try:
         block = read(path, shapes, dtype)
         if list(block.ids[: len(ids)]) != list(ids):
             raise CorruptFile("it was replaced since it was found")
-        return {layer: block.part(layer, part) for layer, part in parts.items()}
     except CorruptFile:
-        with suppress(OSError):
-            path.unlink()
+        _delete(path, seen)
         raise
+    return {layer: block.part(layer, part) for layer, part in parts.items()}
+
+
+def _delete(path: Path, seen: os.stat_result) -> None:
+    """Delete a corrupt file, unless another process has replaced it since it was `seen`."""
+    with suppress(OSError):
+        if (now := path.stat()).st_ino == seen.st_ino and now.st_mtime_ns == seen.st_mtime_ns:
+            path.unlink()
 
 
 def read_tokens(path: Path) -> tuple[np.ndarray, Mapping[int, int]]:

@@ -31,7 +31,7 @@ from torch.nn import functional as F
 import kvcli
 from kvcli.demo.report import write_report
 from kvcli.engine.engine import generate_together
-from kvcli.engine.forward_request import Draft, Passes
+from kvcli.engine.forward_request import Draft, NeededTensors, Passes
 from kvcli.engine.hf.lm import LM
 from kvcli.engine.stats import Step
 from kvcli.methods.drafts.off import Off
@@ -166,7 +166,7 @@ class Recorder(Off):
     kept: list[Tensor] = field(default_factory=list)
 
     def propose(self, ids: Sequence[int], room: int, context: Any = None) -> Draft:
-        return Draft([], [], needs=(*self.layers, -1))
+        return Draft([], [], needs=NeededTensors((*self.layers, -1)))
 
     def observe(self, step: Step) -> None:
         assert step.hidden is not None

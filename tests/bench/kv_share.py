@@ -43,7 +43,7 @@ def pass_seconds(session: Any) -> tuple[float, float]:
             spent += time.thread_time() - began
             return parts
 
-    built = Rows.build(session.ids[-1], len(session.ids) - 1, Draft.none())
+    built = Rows.build(session.ids[-1], len(session.ids) - 1, Draft([], []))
     began = time.thread_time()
     run([ForwardRequest(session.lm, built, Timed(), want=range(1))])  # type: ignore[arg-type]
     return time.thread_time() - began, spent

@@ -88,11 +88,11 @@ class Follower:
         self.head.start(ids)
 
     def propose(self, ids: Sequence[int], room: int, context: Any) -> Passes[Any]:
-        from kvcli.engine.forward_request import LAST_STATE, Draft
+        from kvcli.engine.forward_request import LAST_STATE, Draft, NeededTensors
 
         self.head.bind(context)
         self.said.append((yield from guessed(self.head)))
-        return Draft([self.text[len(ids)]], [-1], needs=LAST_STATE)
+        return Draft([self.text[len(ids)]], [-1], needs=NeededTensors(LAST_STATE))
 
     def observe(self, step: Any) -> None:
         self.head.observe(step)

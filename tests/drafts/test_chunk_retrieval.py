@@ -339,12 +339,12 @@ def test_a_trigger_knows_whether_the_first_draft_was_accepted_and_how_sure_the_n
     (row,) = run_to_end(at.it.catch_up())
     scores = torch.tensor(row[len(row) // 2 :])
     assert ear.sure == [pytest.approx(float(scores.softmax(0)[0]))]
-    assert not at.it.needs
+    assert not at.it.needs.queries
     ear.is_near = True
-    assert at.it.needs == "queries"
+    assert at.it.needs.queries
     at.it.start(at.ids[:40])
     at.it._trigger = ear
-    assert not at.it.needs, "all of such a text is kept"
+    assert not at.it.needs.queries, "all of such a text is kept"
 
 
 def test_only_the_last_accepted_token_is_looked_with() -> None:

@@ -14,6 +14,7 @@ from kvcli.drafts.sources.model_draft import ModelDraft
 from kvcli.drafts.sources.prompt_lookup import PromptLookup
 from kvcli.drafts.tree.growth import Growth, TreeShape, sequoia
 from kvcli.drafts.tree.tree import grow
+from kvcli.engine.forward_request import NeededTensors
 
 TARGET = SimpleNamespace(vocab=10**6, clock=lambda: 0.0)
 
@@ -21,7 +22,7 @@ TARGET = SimpleNamespace(vocab=10**6, clock=lambda: 0.0)
 class Says:
     """A draft model that finds each token followed by the same three, and notes the rows of its passes."""
 
-    name, limit, max_depth, n_uncovered, needs = "says", 1 << 20, 1 << 20, 1, ""
+    name, limit, max_depth, n_uncovered, needs = "says", 1 << 20, 1 << 20, 1, NeededTensors()
 
     def __init__(self, leads: Sequence[float] = (2.0, 1.0)) -> None:
         self.leads = leads
@@ -171,6 +172,33 @@ def test_the_dynamic_programme_finds_the_best_of_all_shapes(seed: int) -> None:
 
     every = [TreeShape(below) for n in range(1, 7) for below in forests(n, 4, RANKS)]
     assert speed(sequoia(rates, 6, 4, each, costs)) == pytest.approx(max(map(speed, every)))
+
+
+@pytest.mark.parametrize("depth", [1, 3, 6])
+@pytest.mark.parametrize(("kind", "branches"), [("chain", 1), ("chain", 3), ("sequoia", 3)])
+def test_a_shape_that_is_known_before_is_that_of_the_tree_that_grows(kind: Any, branches: int, depth: int) -> None:
+    growth = Growth(kind, branches=branches, wide=4, nodes=3 * depth)
+    chain = drafted(growth, depth=depth)
+    shape = growth.fixed(depth, chain._planned, 32)
+    assert shape is not None
+    paths = [path_of(chain, shape, row) for row in range(len(shape.rows()))]
+    assert sorted(place.path for place in chain._places) == sorted(paths)
+    assert len(grow([chain], 99, 99, branches, 0.0)) == nodes(shape)
+    assert height(shape) <= depth
+
+
+def path_of(chain: ModelDraft, shape: TreeShape, row: int) -> tuple[int, ...]:
+    """Of the choices down to a row of a shape."""
+    above, rank, _ = shape.rows()[row]
+    return () if above < 0 else (*(path := path_of(chain, shape, above)), int(Says().said((7, *path)[-1])[rank]))
+
+
+def test_which_shapes_are_not_known_before() -> None:
+    fan = TreeShape((TreeShape((TreeShape(),)),) * 3)  # two nodes of a level have nodes below
+    assert Growth("sequoia", branches=3, wide=3).fixed(2, fan, 32) == fan
+    assert Growth("sequoia", branches=3, wide=2).fixed(2, fan, 32) is None, "the likeliest two are expanded"
+    assert Growth("sequoia", branches=3, wide=3).fixed(2, fan, 2) is None, "a row has no third choice"
+    assert [Growth(kind).fixed(2, None, 32) for kind in ("opt", "best", "cape", "sequoia")] == [None] * 4
 
 
 def test_a_cascade_has_copies_checked_in_one_pass() -> None:

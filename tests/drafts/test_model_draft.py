@@ -19,7 +19,7 @@ from kvcli.drafts.sources.prompt_lookup import PromptLookup
 from kvcli.drafts.tree.growth import rule
 from kvcli.drafts.tree.tree import DraftCandidate
 from kvcli.drafts.tree.tree_drafter import TreeDrafter
-from kvcli.engine.forward_request import Rows
+from kvcli.engine.forward_request import NeededTensors, Rows
 from kvcli.engine.stats import Step
 from kvcli.methods.drafts.model import SeparateModelDraft
 from tests.covering import pinned
@@ -37,7 +37,7 @@ class Known:
     """A sibling that says the right token as often as it is told to, surer where it is right."""
 
     usage = list
-    name, limit, needs = "known", 1 << 20, ""
+    name, limit, needs = "known", 1 << 20, NeededTensors()
 
     def __init__(self, truth: Sequence[int], share: Callable[[int], float]) -> None:
         self.truth, self.share, self.max_depth = truth, share, 1 << 20
@@ -72,7 +72,7 @@ class Known:
         self.n = len(self.text) - 1
         yield from ()
 
-    draft_chain = DraftModel.draft_chain
+    draft_ahead = DraftModel.draft_ahead
 
     def catch_up(self, want: int = 1, most: float = math.inf) -> Generator[int, None, list[list[float]]]:
         rows, self.n = int(min(self.n_uncovered, most)), len(self.text)
@@ -95,7 +95,7 @@ class Known:
 class Head(Known):
     """One that reads what passes record for it, and has a pass more to make where that is missing."""
 
-    needs = (2,)
+    needs = NeededTensors((2,))
 
     def __init__(self, truth: Sequence[int], share: Callable[[int], float]) -> None:
         super().__init__(truth, share)
@@ -170,8 +170,8 @@ class Run:
             node = taken[0]
             path.append(node + 1)
             new.append(self.truth[self.at + len(new)])
-        self.now += PLAIN * (self.cost(rows.tree) + (self.records or 0.0 if found.needs else 0.0))
-        hidden = torch.empty(0) if found.needs else None
+        self.now += PLAIN * (self.cost(rows.tree) + (self.records or 0.0 if found.needs.states else 0.0))
+        hidden = torch.empty(0) if found.needs.states else None
         self.at += len(new)
         self.rows.append(rows.tree)
         self.passes.append(asked)

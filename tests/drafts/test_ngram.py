@@ -47,7 +47,7 @@ def test_a_draft_is_a_tree_within_its_bounds(text: list[int], room: int, most: i
 
 @pytest.mark.parametrize("config", [FIXED, Ngram()])
 def test_nothing_is_proposed_where_nothing_repeats(config: Ngram):
-    assert proposal(config, list(range(50))) == Draft.none()
+    assert proposal(config, list(range(50))) == Draft([], [])
 
 
 def test_what_followed_before_is_proposed():
@@ -114,7 +114,7 @@ def test_a_text_changed_without_notice_is_followed(text: list[int], other: list[
 def test_each_pass_is_counted_once():
     drafter, text = Ngram().drafter(), [1, 2, 3]
     drafter.start(text)
-    observe(drafter, text, Draft.none(), [4])  # nobody asked: a step of some other kind
+    observe(drafter, text, Draft([], []), [4])  # nobody asked: a step of some other kind
     draft = drafter.propose([1, 2, 3, 4], 9)
     observe(drafter, [1, 2, 3, 4], draft, [5])
     observe(drafter, [1, 2, 3, 4], draft, [5])

@@ -14,7 +14,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from kvcli.drafts.draft_models.hidden_state_head import HiddenStateHead, recompute_hidden_states
+from kvcli.drafts.draft_models.hidden_state_head import HiddenStateHead
 from kvcli.drafts.sources.logit_recycling import top
 from kvcli.engine.drafting.gemma4_assistant import kv_source_layers
 from kvcli.engine.forward_request import LAST_STATE, ForwardRequest, Passes, Rows
@@ -93,8 +93,7 @@ class AssistantHead(HiddenStateHead):
         if not end:
             return []
         if self._at != end:
-            assert self._context is not None, "no KV cache is bound"
-            _, states = yield from recompute_hidden_states(self._lm, self._context, self._text, self.needs)
+            _, states = yield from self._hear_again()
             self._at, self._state = end, states[-1:]
         result = yield from self._pass(self._text[-1:], self._state)
         self._grown = result[1]

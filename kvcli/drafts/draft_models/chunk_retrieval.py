@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from kvcli.drafts.draft_models.separate_model import SeparateDraftModel
-from kvcli.engine.forward_request import ForwardRequest, ForwardResult, NeededTensors, Passes, Rows
+from kvcli.engine.forward_request import ChosenRows, ForwardRequest, NeededTensors, Passes, RanRow, Rows
 from kvcli.engine.sequence.commit import commit
 from kvcli.kernels.attention_mass import attention_mass
 from kvcli.kernels.rope import rotate, unrotate
@@ -286,7 +286,7 @@ class ChunkRetrievalModel(SeparateDraftModel):
 
     @property
     def needs(self) -> NeededTensors:
-        return "queries" if len(self._text) > self._working and self._trigger.is_near else ()
+        return NeededTensors(queries=len(self._text) > self._working and self._trigger.is_near)
 
     def bind(self, context: DraftContext | None) -> None:
         self._context = context
@@ -314,19 +314,19 @@ class ChunkRetrievalModel(SeparateDraftModel):
 
     # ---- passes ----
 
-    def draft_chain(self, n: int, want: int = 1, most: float = math.inf) -> Passes[Sequence[ForwardResult]]:
+    def draft_ahead(self, rows: ChosenRows, want: int = 1, most: float = math.inf) -> Passes[Sequence[RanRow]]:
         """Run the first pass alone, because the host reads how sure the draft model is."""
         self._cut(len(self._text) - 1)
         if self._looks():
             yield from self._choose()
-        found = yield from super().draft_chain(1, want, most)
-        of_last = found[0].hook_output(want - 1)
+        found = yield from super().draft_ahead((), want, most)
+        of_last = found[0][0].hook_output(want - 1)
         scores = of_last[len(of_last) // 2 :]
         self._trigger.think(1 / sum(exp(score - scores[0]) for score in scores))
         if want == 1 and self._looks():  # the draft model is unsure: choose chunks before it drafts, not after
             self._cut(len(self._text) - 1)
             yield from self._choose()
-            found = yield from super().draft_chain(1)
+            found = yield from super().draft_ahead(())
         return found
 
     def _choose(self) -> Passes[None]:

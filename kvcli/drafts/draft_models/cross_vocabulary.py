@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 from kvcli.drafts.draft_models.draft_model import DraftModel
+from kvcli.engine.sequence.state import shared_length
 from kvcli.safe_output import BROKEN
 
 if TYPE_CHECKING:
@@ -42,8 +43,7 @@ class RetokenizedText:
 
     def start(self, ids: Sequence[int]) -> None:
         """Set the sequence to `ids`."""
-        both = min(len(self.ids), len(ids))
-        same = next((i for i, (a, b) in enumerate(zip(self.ids, ids, strict=False)) if a != b), both)
+        same = shared_length(self.ids, ids)
         # a cut depends on the PIECE + OPEN tokens after the cut before it, so one that read changed tokens is dropped
         while len(self._cuts) > 1 and self._cuts[-2][0] + PIECE + OPEN > same:
             self._cuts.pop()

@@ -6,9 +6,11 @@ import math
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Protocol
 
+from kvcli.engine.forward_request import NeededTensors
+
 if TYPE_CHECKING:
     from kvcli.engine.drafting.drafter import DraftContext
-    from kvcli.engine.forward_request import ForwardResult, NeededTensors, Passes
+    from kvcli.engine.forward_request import ChosenRows, Passes, RanRow
     from kvcli.engine.stats import Step
     from kvcli.kv.slots import Usage
 
@@ -44,8 +46,8 @@ class DraftModel(Protocol):
 
     @property
     def needs(self) -> NeededTensors:
-        """Outputs that the next step must return for its rows; () = none."""
-        return ()
+        """Tensors of the next step that it reads; the states are the same for every step."""
+        return NeededTensors()
 
     def newest(self, n: int) -> list[int]:
         """Return the last n tokens, or as many as one trial pass can compare."""
@@ -78,10 +80,12 @@ class DraftModel(Protocol):
     def catch_up(self, want: int = 1, most: float = math.inf) -> Passes[list[list[float]]]:
         """Cover the sequence to its end by a prefill of at most `most` of its newest tokens -> the hook output of the
         last `want` rows; empty if hidden states of the next step are needed first."""
+        ((result, row),) = yield from self.draft_ahead(())
+        return [result.hook_output(row)]
 
-    def draft_chain(self, n: int) -> Passes[Sequence[ForwardResult]]:
-        """Cover the sequence and draft n tokens, each the first choice of the pass before, which the host need not
-        read -> the passes whose first choices these are, on a CPU the first. () = no pass is run: use `catch_up`."""
+    def draft_ahead(self, rows: ChosenRows) -> Passes[Sequence[RanRow]]:
+        """Cover the sequence, whose last row is the root, and run these rows while passes are captured -> what ran, the
+        root first. () = no pass is run: use `catch_up`."""
         yield from ()
         return ()
 

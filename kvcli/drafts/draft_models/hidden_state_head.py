@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from kvcli.drafts.draft_models.draft_model import DraftModel
 from kvcli.drafts.draft_models.layer_skip import SEEN, newest_before
-from kvcli.engine.forward_request import LAST_STATE, ForwardRequest, Passes, Rows
+from kvcli.engine.forward_request import LAST_STATE, ForwardRequest, NeededTensors, Passes, Rows
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -19,7 +18,7 @@ if TYPE_CHECKING:
 class HiddenStateHead(DraftModel):
     """Draft head over the target model, whose hidden states it reads; by default that of the pending token alone."""
 
-    needs: tuple[int, ...] = LAST_STATE
+    needs = NeededTensors(LAST_STATE)
 
     def __init__(self, lm: LM, head: LM) -> None:
         self._lm, self._head = lm, head
@@ -47,16 +46,14 @@ class HiddenStateHead(DraftModel):
         """Set the target model's cache."""
         self._context = context
 
-
-def recompute_hidden_states(
-    lm: LM, context: DraftContext, text: Sequence[int], layers: tuple[int, ...]
-) -> Passes[tuple[int, Tensor]]:
-    """Return hidden states [n, K E] of K layers (-1 = the last state) of the newest tokens except the pending one, and
-    the position of the first, by a pass of the target model over part of the KV cache."""
-    end = len(text) - 1
-    first = max(0, end - SEEN)
-    before = newest_before(lm, context.cache, first, range(lm.n_layers))
-    rows = Rows.chain(text[first:end], first)
-    result = yield ForwardRequest(lm, rows, before, want=range(rows.n_rows), record_hidden_states=layers)
-    assert result.hidden is not None
-    return first, result.hidden
+    def _hear_again(self) -> Passes[tuple[int, Tensor]]:
+        """Return hidden states [n, K E] of the K layers that the head reads, of the newest tokens except the pending
+        one, and the position of the first, by a pass of the target model over part of the KV cache."""
+        assert self._context is not None, "no KV cache is bound"
+        lm, end = self._lm, self.length - 1
+        first = max(0, end - SEEN)
+        before = newest_before(lm, self._context.cache, first, range(lm.n_layers))
+        rows, layers = Rows.chain(self._text[first:end], first), self.needs.states
+        result = yield ForwardRequest(lm, rows, before, want=range(rows.n_rows), record_hidden_states=layers)
+        assert result.hidden is not None
+        return first, result.hidden

@@ -17,12 +17,12 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from kvcli.drafts.draft_models.hidden_state_head import HiddenStateHead, recompute_hidden_states
-from kvcli.drafts.draft_models.separate_model import shared
+from kvcli.drafts.draft_models.hidden_state_head import HiddenStateHead
 from kvcli.drafts.sources.logit_recycling import top
 from kvcli.engine.drafting.draft_kv import DraftTreeKV
 from kvcli.engine.forward_request import LAST_STATE, ForwardRequest, Passes, Rows
 from kvcli.engine.sequence.commit import commit
+from kvcli.engine.sequence.state import shared_length
 from kvcli.kv.tiers.dense import Dense
 
 if TYPE_CHECKING:
@@ -71,7 +71,7 @@ class MtpHead(HiddenStateHead):
 
     def start(self, ids: Sequence[int]) -> None:
         """Set the sequence to `ids`."""
-        n = min(shared(self._text, ids), len(ids) - 1)
+        n = min(shared_length(self._text, ids), len(ids) - 1)
         if n < self._end:
             self._kv.crop(n)
             self._end = n
@@ -108,7 +108,7 @@ class MtpHead(HiddenStateHead):
         elif not self._at or self._at[-1] < self.length - 1:
             if self._lm.recurrent_layers:
                 return []
-            yield from self._hear_again()
+            yield from self._fill_up()
         n = int(min(most, MOST))
         at, states = self._at[-n:], self._states[-n:]
         rows = Rows([self._text[p] for p in at], at, tree_mask=None, tree=len(at), parent=())
@@ -128,15 +128,14 @@ class MtpHead(HiddenStateHead):
         """Return what the head's rows get of these hidden states."""
         return states
 
-    def _hear_again(self) -> Passes[None]:
-        """Recompute the hidden states of the newest tokens."""
-        assert self._context is not None, "no KV cache is bound"
+    def _fill_up(self) -> Passes[None]:
+        """Queue the hidden states of the newest tokens, computed again."""
         end = self.length - 1
         if not end:  # the first token has no token before it
-            width = len(self.needs) * self._lm.model.config.get_text_config().hidden_size
+            width = len(self.needs.states) * self._lm.model.config.get_text_config().hidden_size
             self._wait([0], torch.zeros(1, width, dtype=self._lm.dtype))
             return
-        first, states = yield from recompute_hidden_states(self._lm, self._context, self._text, self.needs)
+        first, states = yield from self._hear_again()
         known = max([self._end, *(at + 1 for at in self._at)])
         new = range(max(first + 1, known), end + 1)
         self._wait(new, states[-len(new) :].clone())

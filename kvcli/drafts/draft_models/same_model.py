@@ -7,7 +7,6 @@ outside the KV cache until the next step and then discarded: drafting reads the 
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
@@ -24,7 +23,7 @@ if TYPE_CHECKING:
 
     from kvcli.drafts.draft_models.layer_skip import LayerSkip
     from kvcli.engine.drafting.drafter import DraftContext
-    from kvcli.engine.forward_request import ForwardResult, Passes
+    from kvcli.engine.forward_request import ChosenRows, Passes, RanRow
     from kvcli.engine.hf.lm import LM
     from kvcli.kernels.attend_invariant import NewRows
     from kvcli.kernels.merge_attention import PartialAttention
@@ -81,14 +80,8 @@ class SelfDraftModel(DraftModel):
         """Set the cache that drafts read: its cache view if one is configured, else all of it as `DraftCacheView`."""
         self._context = context
 
-    def catch_up(self, want: int = 1, most: float = math.inf) -> Passes[list[list[float]]]:
-        """Return the hook output of the pending token's row."""
-        assert want == 1, "more than one hook output is wanted"
-        (result,) = yield from self.draft_chain(1)
-        return [result.hook_output(0)]
-
-    def draft_chain(self, n: int) -> Passes[Sequence[ForwardResult]]:
-        """Run the pending token and, on an accelerator, draft n tokens."""
+    def draft_ahead(self, rows: ChosenRows) -> Passes[Sequence[RanRow]]:
+        """Run the pending token and, while passes are captured, these rows."""
         assert self._context is not None, "no KV cache is bound"
         view, kv = self._context.view, self._context.cache
         past = DraftCacheView(kv if view is None else view, kv.dtype)
@@ -97,7 +90,7 @@ class SelfDraftModel(DraftModel):
         self._buffers = self._ahead.buffers
         ahead, runs = self._ahead, self._skipping.runs
         result = yield from ahead.add(self._newest[-1:], [-1], logits_hook=top, layers=runs)
-        return (yield from ahead.grow_chain(result, n - 1, top, runs))
+        return (yield from ahead.grow_by_choices(result, rows, top, runs))
 
     def continue_from(self, ids: Sequence[int], parents: Sequence[int]) -> Passes[list[list[float]]]:
         """Return the hook output of draft rows after the pending token, which is the root of their tree."""

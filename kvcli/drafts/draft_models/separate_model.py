@@ -17,9 +17,10 @@ import torch
 from kvcli.drafts.draft_models.draft_model import DraftModel
 from kvcli.drafts.sources.logit_recycling import top
 from kvcli.engine.drafting.draft_kv import DraftTreeKV
-from kvcli.engine.forward_request import ForwardRequest, ForwardResult, Passes, Rows
+from kvcli.engine.forward_request import ChosenRows, ForwardRequest, ForwardResult, Passes, RanRow, Rows
 from kvcli.engine.hf.rope import rotaries
 from kvcli.engine.sequence.commit import commit
+from kvcli.engine.sequence.state import shared_length
 from kvcli.kernels.rope import Rotary, rotate, unrotate
 from kvcli.kv.recurrent_state import RecurrentStates
 from kvcli.kv.slots import Slots, Usage
@@ -103,7 +104,7 @@ class SeparateDraftModel(DraftModel):
 
     def start(self, ids: Sequence[int]) -> None:
         """Set the sequence to `ids`."""
-        self._cut(min(shared(self._text, ids), len(ids) - 1))
+        self._cut(min(shared_length(self._text, ids), len(ids) - 1))
         self._text = list(ids)
 
     def extend(self, new: Sequence[int]) -> None:
@@ -145,11 +146,11 @@ class SeparateDraftModel(DraftModel):
     def catch_up(self, want: int = 1, most: float = math.inf) -> Passes[list[list[float]]]:
         """Cover the sequence to its end by a prefill of at most `most` of its newest tokens -> the hook output of the
         last `want` rows."""
-        (result,) = yield from self.draft_chain(1, want, most)
+        ((result, _),) = yield from self.draft_ahead((), want, most)
         return [result.hook_output(i) for i in range(want)]
 
-    def draft_chain(self, n: int, want: int = 1, most: float = math.inf) -> Passes[Sequence[ForwardResult]]:
-        """Cover the sequence as `catch_up`, and draft n tokens on an accelerator."""
+    def draft_ahead(self, rows: ChosenRows, want: int = 1, most: float = math.inf) -> Passes[Sequence[RanRow]]:
+        """Cover the sequence as `catch_up`, and run these rows while passes are captured."""
         self._cut(len(self._text) - 1)  # `catch_up` is called again after the verification pass failed
         yield from self._pass_over(min(most, self._newest))
         while self.n_uncovered > max(CHUNK, want):
@@ -158,7 +159,7 @@ class SeparateDraftModel(DraftModel):
         self._make_room(self.n_uncovered)
         self._states.mark()
         result = yield from self._feed(self._text[self._n :], want)
-        return (yield from self._tree().grow_chain(result, n - 1, top)) if n > 1 else [result]
+        return (yield from self._tree().grow_by_choices(result, rows, top))
 
     def continue_from(self, ids: Sequence[int], parents: Sequence[int]) -> Passes[list[list[float]]]:
         """Return the hook output of draft rows after the sequence, which must be covered."""
@@ -237,8 +238,3 @@ class SeparateDraftModel(DraftModel):
             return k, new
         wide = k.to(torch.promote_types(k.dtype, torch.float32))
         return rotate(unrotate(wide, pos, rotary), new, rotary).to(k.dtype), new
-
-
-def shared(a: Sequence[int], b: Sequence[int]) -> int:
-    """Return the length of the common prefix."""
-    return next((i for i, (one, other) in enumerate(zip(a, b, strict=False)) if one != other), min(len(a), len(b)))

@@ -12,12 +12,11 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator, Sequence
 from itertools import product
 from random import Random
-from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:
-    from torch import Tensor
+import torch
+from torch import Tensor
 
-    from kvcli.engine.forward_request import LookaheadRows
+from kvcli.engine.forward_request import LookaheadRows
 
 
 class JacobiWindow:
@@ -55,10 +54,6 @@ class JacobiWindow:
 
     def lookahead_rows(self) -> LookaheadRows | None:
         """Return the lookahead rows of this pass; None while no tokens exist to fill them with."""
-        import torch
-
-        from kvcli.engine.forward_request import LookaheadRows
-
         if not self._tokens:
             return None
         if self._sees is None:
@@ -85,6 +80,4 @@ class JacobiWindow:
 
 def _sees(a: tuple[int, int], b: tuple[int, int]) -> bool:
     """True if the lookahead row at (level, column) `a` attends to the one at `b`."""
-    if b[0] == 0:
-        return b[1] <= a[1]
-    return b[1] == a[1] and b[0] <= a[0]
+    return b[1] <= a[1] if b[0] == 0 else b[1] == a[1] and b[0] <= a[0]

@@ -14,7 +14,7 @@ from itertools import accumulate
 from math import exp, inf, log
 from typing import TYPE_CHECKING, Any
 
-from kvcli.drafts.tree.tree import AcceptanceRates, DraftCandidate
+from kvcli.drafts.tree.tree import AcceptanceRates, DraftCandidate, DraftSource
 from kvcli.kernels.gumbel_noise.host import COIN, gumbel_host, uniform_host
 
 if TYPE_CHECKING:
@@ -23,7 +23,6 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from kvcli.engine.sequence.sampler import Sampler
-    from kvcli.engine.stats import AcceptanceByMatch
 
 TOP, WIDE = 8, 32  # successors kept per key, and successors over which probabilities are normalized
 PART = 64  # rows of the table into which a vocabulary is reshaped
@@ -67,7 +66,7 @@ class Entry:
         self.logp = [log(p + 1e-12) for _, p in best]
 
 
-class RecycledLogits:
+class RecycledLogits(DraftSource):
     """Recycled logits by the last `shortest` to `longest` tokens, with the acceptance rates of their draft tokens."""
 
     def __init__(self, name: str, shortest: int, longest: int) -> None:
@@ -108,13 +107,6 @@ class RecycledLogits:
             found.append(DraftCandidate(token, chance, (*state, token)[-self.longest :], (row, column)))
         return found
 
-    def safe(self, candidate: DraftCandidate) -> int:
-        return 4
-
-    def learn(self, candidate: DraftCandidate, was_right: bool) -> None:
-        row, column = candidate.about
-        self._odds.learn(row, column, was_right, is_first=not column)
-
     def add(self, before: Sequence[int], ids: list[int], logp: list[float]) -> None:
         """Record the tokens with the highest log-probabilities after a sequence that ends with `before`, in order."""
         for n in range(self.shortest, min(self.longest, len(before)) + 1):
@@ -127,9 +119,6 @@ class RecycledLogits:
             self._entries[key] = entry
         while len(self._entries) > KEYS:
             del self._entries[next(iter(self._entries))]
-
-    def record(self) -> tuple[AcceptanceByMatch, ...]:
-        return self._odds.record()
 
 
 def learners(names: Sequence[str]) -> list[RecycledLogits]:

@@ -13,20 +13,22 @@ from contextlib import contextmanager
 from statistics import median_low
 from typing import TYPE_CHECKING, Any
 
-from kvcli.drafts.sources.logit_recycling import NAMES, START, cell, rank_with_noise
+import torch
+
+from kvcli.drafts.sources.logit_recycling import NAMES, START, WIDE, cell, rank_with_noise
 from kvcli.drafts.tree.growth import Growth, Leaf, TreeNode, TreeShape, sequoia
-from kvcli.drafts.tree.tree import AcceptanceRates, DraftCandidate
+from kvcli.drafts.tree.tree import AcceptanceRates, DraftCandidate, DraftSource, DraftToken
+from kvcli.engine.forward_request import Choice, Draft, NeededTensors
+from kvcli.engine.sequence.token_history import TokenHistory
 from kvcli.errors import KvcliError
 from kvcli.kv.out_of_memory import as_cache_full
 
 if TYPE_CHECKING:
     from kvcli.drafts.draft_models.draft_model import DraftModel
     from kvcli.drafts.sources.prompt_lookup import PromptLookup
-    from kvcli.engine.forward_request import ForwardResult, NeededTensors, Passes
+    from kvcli.engine.forward_request import Passes, RanRow
     from kvcli.engine.hf.lm import LM
     from kvcli.engine.sequence.sampler import Sampler
-    from kvcli.engine.sequence.token_history import TokenHistory
-    from kvcli.engine.stats import AcceptanceByMatch
 
 log = logging.getLogger("kvcli.drafts")
 
@@ -44,7 +46,7 @@ Pays = Callable[[Sequence[float]], bool]  # chances of the draft tokens so far -
 Costs = Callable[[int], Sequence[float]]  # n -> cost of passes with 1, 2, ... n rows in plain passes
 
 
-class ModelDraft:
+class ModelDraft(DraftSource):
     """Draft source of a draft model. It makes forward passes: `extend_draft` runs before the tree is grown.
 
     While no draft is made, a trial pass from time to time compares the predictions of the draft model with the newest
@@ -71,18 +73,18 @@ class ModelDraft:
         self.draft_model, self.clock = draft_model, target.clock
         self.spent = 0.0  # seconds of draft passes before the running step
         self.is_fixed = False  # every draft has `depth` tokens
-        self.is_whole = False  # its first choices are the whole draft: no alternatives, no other source
-        self.unread: Sequence[ForwardResult] = ()  # passes whose first choices are the draft, as a chain, unread
+        self.is_alone = False  # there is no other source
+        self.unread: Draft | None = None  # the whole draft, if the host has not read it
         self.why = ""  # reason in words why no draft is made
         self.fault = ""  # error that occurred in this sequence
         self.depth, self._vocab, self._share, self._ends = depth, target.vocab, share, frozenset(ends)
         self._seconds: deque[float] = deque(maxlen=9)  # seconds of passes with few rows
         self._look, self._waited = 0.0, 0  # seconds of the last trial pass, and passes since the draft model last ran
-        self._hears = bool(draft_model.needs)  # what earlier passes must record
         self._due = 0.0  # number of these at which a trial pass is due
         self._growth, self._cascade = growth or Growth(), cascade
         self._places: list[TreeNode] = []  # the sequence's end, and the draft tokens that have been through a pass
-        self._shape: TreeShape | None = None  # shape of all trees, if fixed
+        self._planned: TreeShape | None = None  # Sequoia's shape
+        self._shape: TreeShape | None = None  # of the running draft, if it is known before
         self._until_plan = 0  # drafts until the shape is recomputed
         self._n_rows = 0  # rows of passes over draft tokens
         self._history: TokenHistory | None = None  # of the sequence, if the sampler has penalties
@@ -102,9 +104,9 @@ class ModelDraft:
 
     @property
     def needs(self) -> NeededTensors:
-        """Outputs that the next step must record: () while neither a draft nor a trial pass is near."""
+        """Tensors that the next step must record: none while neither a draft nor a trial pass is near."""
         is_near = self._waited < _HEARD or self._waited >= self._due - _HEARD
-        return self.draft_model.needs if is_near and not self.why else ()
+        return self.draft_model.needs if is_near and not self.why else NeededTensors()
 
     @property
     def is_untried(self) -> bool:
@@ -119,15 +121,13 @@ class ModelDraft:
         self._places, self.spent, self.why, self.fault = [], 0.0, "", ""
         self._history, self._answer_at = None, len(ids)
         if self.sampler is not None and self.sampler.penalties:
-            from kvcli.engine.sequence.token_history import TokenHistory  # late: it needs torch
-
             self._history = TokenHistory(self._vocab)
             self._history.add(ids)
 
     def extend(self, ids: Sequence[int]) -> None:
         self.draft_model.extend(ids)
         self._waited = 0 if self.spent else self._waited + 1
-        self._places, self.spent, self.unread = [], 0.0, ()
+        self._places, self.spent, self.unread = [], 0.0, None
         if self._history is not None:
             self._history.add(ids)
 
@@ -145,13 +145,13 @@ class ModelDraft:
 
         `plain`: seconds of a plain pass; `costs`: the costs of verifying n rows.
         """
-        began, is_trial, self.unread = self.clock(), False, ()
+        began, is_trial, self.unread = self.clock(), False, None
         if not self._can_go_on():
             return False
         with self._giving_up():
             if room > 0 and pays(()):
                 self._plan(plain, costs)
-                yield from self._draft(min(room, self.depth, self.draft_model.max_depth), pays)
+                yield from self._draft(min(room, self.depth, self.draft_model.max_depth, self._growth.nodes), pays)
             elif is_trial := self._is_due(plain):
                 yield from self._take_a_look(began)
             else:
@@ -162,21 +162,24 @@ class ModelDraft:
     def _draft(self, most: int, pays: Pays) -> Passes[None]:
         growth, newest, promised = self._growth, 0, 0.0
         chances = list[float]()  # chances that a draft token of each level is accepted
+        fixed = growth.fixed(most, self._planned, WIDE) if self._is_known else None
+        self._shape = fixed or self._planned
         while True:
             began, rows = self.clock(), self.draft_model.n_uncovered
-            passes = (yield from self.draft_model.draft_chain(most)) if self._is_known_chain else ()
-            # ids that only the draft model has are no rows of the target
-            if len(passes) == most and self.is_whole and passes[0].logits.shape[1] <= self._vocab:
-                self.unread = passes
+            ahead = None if fixed is None else [of[:2] for of in fixed.rows()[1:]]
+            ran = () if ahead is None else (yield from self.draft_model.draft_ahead(ahead))
+            self.unread = self._by_reference(ran)
+            if self.unread is not None:
                 return
-            found = [of.hook_output(0) for of in reversed(passes)][::-1] or (yield from self.draft_model.catch_up())
+            # the last one first: to wait for that is to wait for all
+            found = [of.hook_output(row) for of, row in reversed(ran)][::-1] or (yield from self.draft_model.catch_up())
             if not found:
                 return
             self._time(rows, began, len(found))
             # the first timed pass includes its preparation, so a second one is timed before passes are weighed
             if len(self._seconds) != 1:
                 break
-        self._add_chain(found, self._ends)
+        self._add_rows(found, self._ends)
         while True:
             tips = [tip for tip in growth.tips(self._places, newest, most) if self._token(tip) not in self._ends]
             if not tips:
@@ -194,14 +197,42 @@ class ModelDraft:
             newest = len(self._places)
             yield from self._pass(tips, most)
 
-    def _add_chain(self, found: Sequence[Sequence[float]], ends: Collection[int]) -> None:
-        """Add the nodes of a chain of first choices from their hook output, down to one of `ends`."""
-        self._n_rows, at = len(found) - 1, self._add(found[0], -1, (), 1.0, self._shape)
-        for row, hook_output in enumerate(found[1:]):
-            place = self._places[at]
-            if (token := int(found[row][0])) in ends or not place.chances or place.ids[0] != token:
-                break  # the device went on with a token that is no draft token
-            at = self._go_below(at, 0, row, hook_output)
+    def _by_reference(self, ran: Sequence[RanRow]) -> Draft | None:
+        """Return the choices after the rows that ran as the draft; None = the host has to read them first."""
+        rows = self._shape.rows() if self._shape is not None else ()
+        # Sequoia plans by the time of draft passes, which is known of those that are waited for
+        is_timed = self._growth.kind == "sequoia" and not self._until_plan
+        # ids that only the draft model has are no rows of the target
+        is_known = len(ran) >= max(1, len(rows)) and ran[0][0].logits.shape[1] <= self._vocab
+        if not self.is_alone or is_timed or not is_known or ran[-1][0].choices is None:
+            return None
+        parents, choices, above = list[int](), list[Choice](), [-1]
+        for at, of, (_, _, shape) in zip(above, ran, rows, strict=True):  # `above` grows by the rows below each
+            above += [len(parents) + rank for rank, below in enumerate(shape.below) if below.below]
+            parents += [at] * len(shape.below)
+            choices += [Choice(*of, rank) for rank in range(len(shape.below))]
+        return Draft([], parents, choices=choices) if len(parents) <= self._growth.nodes else None
+
+    def read(self, draft: Draft) -> list[DraftToken]:
+        """Read a draft that went to the target unread, and return its tokens."""
+        self._add_rows([choice.of.hook_output(choice.row) for choice in draft.choices if not choice.rank], ())
+        place, tokens = -1, list[DraftToken]()
+        for parent, choice in zip(draft.parent, draft.choices, strict=True):
+            place += not choice.rank
+            candidate = self.offers(place, 0, choice.rank + 1)[-1]
+            chance = candidate.chance * (tokens[parent].chance if parent >= 0 else 1.0)
+            tokens.append(DraftToken(candidate.id, parent, chance, ((0, candidate),)))
+        return tokens
+
+    def _add_rows(self, found: Sequence[Sequence[float]], ends: Collection[int]) -> None:
+        """Add the nodes of the shape's first rows from their hook output, none below one of `ends`."""
+        self._n_rows, nodes = len(found) - 1, [self._add(found[0], -1, (), 1.0, self._shape)]
+        rows = self._shape.rows() if self._shape is not None else []
+        for row, (above, rank, _) in enumerate(rows[1 : len(found)]):
+            at, token = nodes[above], found[above][rank]
+            # the device may have gone on with a token that is no draft token
+            is_below = at >= 0 and self._places[at].ids[rank : rank + 1] == [token] and token not in ends
+            nodes.append(self._go_below(at, rank, row, found[row + 1]) if is_below else -1)
 
     def _pass(self, tips: Sequence[Leaf], most: int) -> Passes[None]:
         """Run one draft pass over these leaves, and over tokens copied by prompt lookup after the first leaf."""
@@ -262,18 +293,18 @@ class ModelDraft:
             self._seconds.append((self.clock() - began) / passes)
 
     @property
-    def _is_known_chain(self) -> bool:
-        """True if a draft is a chain of first choices whose length no number of its passes changes."""
-        growth, sampler = self._growth, self.sampler
+    def _is_known(self) -> bool:
+        """True if no number of its passes changes how deep a draft goes, and its choices are in the sampler's order."""
+        sampler = self.sampler
         is_greedy = sampler is None or (not sampler.temperature and self._history is None)
-        return self.is_fixed and growth.kind == "chain" and not growth.least and self._cascade is None and is_greedy
+        return self.is_fixed and not self._growth.least and self._cascade is None and is_greedy
 
     def _plan(self, plain: float, costs: Costs) -> None:
         """Recompute the fixed shape every few drafts."""
         if self._growth.kind == "sequoia" and not self._until_plan:
             rates = [self._ranks.chance(0, rank) for rank in range(self._growth.branches)]
             most = self._growth.nodes
-            self._shape = sequoia(rates, most, min(self.depth, most), self.cost(plain), costs(most + 1))
+            self._planned = sequoia(rates, most, min(self.depth, most), self.cost(plain), costs(most + 1))
         self._until_plan = (self._until_plan or _PLAN) - 1
 
     def _take_a_look(self, began: float) -> Passes[None]:
@@ -291,12 +322,14 @@ class ModelDraft:
         if self.is_untried:
             return plain > 0 and self._covers(_FIRST)
         units = self._look / plain if self._look and plain else 4 * self._share
-        self._due = (units + (_HEARD * _RECORDING if self._hears else 0.0)) / _SHARE
-        return plain > 0 and self._covers(_HEARD if self._hears else LOOK) and self._waited >= self._due
+        reads = self.draft_model.needs.states
+        self._due = (units + (_HEARD * _RECORDING if reads else 0.0)) / _SHARE
+        return plain > 0 and self._covers(_HEARD if reads else LOOK) and self._waited >= self._due
 
     def _covers(self, n: int) -> bool:
         """True if a trial pass can compare n tokens."""
-        return self.draft_model.n_uncovered >= n and not (self._hears and len(self.draft_model.newest(n)) < n)
+        of = self.draft_model
+        return of.n_uncovered >= n and not (of.needs.states and len(of.newest(n)) < n)
 
     def _choices(
         self, hook_output: Sequence[float], path: Sequence[int], off: int = 0
@@ -307,8 +340,6 @@ class ModelDraft:
         known = [(lp, int(i)) for i, lp in zip(hook_output[:wide], hook_output[wide:], strict=True) if i < self._vocab]
         ids, scores = [i for _, i in known], [lp for lp, _ in known]
         if ids and self._history is not None and self.sampler is not None:
-            import torch  # late: reading a profile must not import it
-
             facts = self.sampler.facts(self._history, [path], self._answer_at).of(torch.tensor(ids, dtype=torch.int64))
             scores = self.sampler.punish(torch.tensor([scores], dtype=torch.float64), facts)[0].tolist()
             scores, ids = map(list, zip(*sorted(zip(scores, ids, strict=True), reverse=True), strict=True))
@@ -340,9 +371,7 @@ class ModelDraft:
     # ---- the protocol DraftSource ----
 
     def root(self, depth: int) -> Any:
-        """Return the root: a state of this source is the index of a node. An unread draft is read."""
-        if self.unread and not self._places:
-            self._add_chain([of.hook_output(0) for of in self.unread], ())  # all of it is verified
+        """Return the root: a state of this source is the index of a node."""
         return 0 if self._places else None
 
     def offers(self, state: Any, depth: int, branches: int) -> Sequence[DraftCandidate]:
@@ -366,6 +395,3 @@ class ModelDraft:
         self._ranks.learn(0, rank, was_right, is_first=not rank)
         if not rank:
             self._all.learn(0, 0, was_right)
-
-    def record(self) -> tuple[AcceptanceByMatch, ...]:
-        return self._odds.record()

@@ -10,8 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from kvcli.drafts.tree.tree import AcceptanceRates, DraftCandidate
-from kvcli.engine.stats import AcceptanceByMatch
+from kvcli.drafts.tree.tree import AcceptanceRates, DraftCandidate, DraftSource
 
 KEYS = 1 << 14  # maximum; the oldest keys are evicted first
 KEY_BYTES = 520  # bytes of a key and its n-grams as Python objects; measured with tracemalloc
@@ -22,7 +21,7 @@ _NAMES = ("1", "2", "3", "4+")
 Run = tuple[int, ...]
 
 
-class NgramPool:
+class NgramPool(DraftSource):
     """Pool of n-grams by key, and their acceptance rates."""
 
     name = "lookahead"
@@ -84,14 +83,3 @@ class NgramPool:
             row, column = min(agree[0][1], len(_START)) - 1, int(rank > 0)
             found.append(DraftCandidate(token, self._odds.chance(row, column), agree, (row, column)))
         return found
-
-    def safe(self, candidate: DraftCandidate) -> int:
-        """Return the rows of one n-gram of the usual length."""
-        return 4
-
-    def learn(self, candidate: DraftCandidate, was_right: bool) -> None:
-        row, column = candidate.about
-        self._odds.learn(row, column, was_right, is_first=not column)
-
-    def record(self) -> tuple[AcceptanceByMatch, ...]:
-        return self._odds.record()

@@ -16,8 +16,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from kvcli.drafts.tree.tree import AcceptanceRates, DraftCandidate, by_bits
-from kvcli.engine.stats import AcceptanceByMatch
+from kvcli.drafts.tree.tree import AcceptanceRates, DraftCandidate, DraftSource, by_bits
 
 # Find earlier occurrences of the end of a sequence.
 #
@@ -99,7 +98,7 @@ class SuffixIndex:
         if self._n < self._folded:
             self._table = self._table[(self._table & _POS_MASK) < self._n]
             self._folded = self._n
-        self._forget_recent()
+        self._recent, self._noted = {}, 0
 
     def tail(self, n: int) -> list[int]:
         """Return the last `n` tokens."""
@@ -117,7 +116,7 @@ class SuffixIndex:
         previous, token = [*self.tail(2), *path][-2:]
         ends, known = self._of_pair(previous, token), 2
         if not len(ends) and self.shortest == 1:
-            ends, known = self._of_token(token), 1
+            ends, known = np.flatnonzero(self._text[: self._n - 1] == token), 1
         shorter = ends
         while len(ends) > limit and known < self.longest:
             shorter = ends[-(_CROWD if known < 3 else _HERD) :]
@@ -155,13 +154,6 @@ class SuffixIndex:
             self._recent.setdefault(previous << 32 | token, array("q")).append(at)
         self._noted = self._n
 
-    def _forget_recent(self) -> None:
-        self._recent, self._noted = {}, 0
-
-    def _of_token(self, token: int) -> NDArray[np.int64]:
-        """Return the positions before the last one that hold this token, ascending."""
-        return np.flatnonzero(self._text[: self._n - 1] == token)
-
     def _measured(self, ends: NDArray[np.int64], ours: NDArray[np.int32]) -> Matches:
         """Return these positions with their match lengths, best first, without those that are too short. `ours`: the
         last tokens, the last one first."""
@@ -175,16 +167,12 @@ class SuffixIndex:
 
     def _fold(self) -> None:
         """Sort the scanned tokens into the table."""
-        fresh = np.sort(self._entries(np.arange(max(self._folded, 1), self._n)))
+        at = np.arange(max(self._folded, 1), self._n)
+        token, previous = (self._text[end].astype(np.int64) & _ID_MASK for end in (at, at - 1))
+        fresh = np.sort((token << (_ID_BITS + _POS_BITS)) | (previous << _POS_BITS) | at)
         self._table = np.insert(self._table, np.searchsorted(self._table, fresh), fresh)
         self._folded = self._n
-        self._forget_recent()
-
-    def _entries(self, at: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Return the table entries of the positions `at`, all above 0."""
-        token = self._text[at].astype(np.int64) & _ID_MASK
-        previous = self._text[at - 1].astype(np.int64) & _ID_MASK
-        return (token << (_ID_BITS + _POS_BITS)) | (previous << _POS_BITS) | at
+        self._recent, self._noted = {}, 0
 
 
 _PLACES = 16  # earlier matches merged into one tree; 32 gained nothing on replayed code and docs
@@ -206,7 +194,7 @@ _NAMES = ("1", "2-3", "4-7", "8-15", "16-31", "32+")
 TOKEN_BYTES = 24  # index bytes per token: the sequence, the positions, and their sorting
 
 
-class PromptLookup:
+class PromptLookup(DraftSource):
     """Prompt lookup over the index of one sequence, with the acceptance rates of its draft tokens."""
 
     name = "prompt-lookup"
@@ -271,6 +259,3 @@ class PromptLookup:
     def learn(self, candidate: DraftCandidate, was_right: bool) -> None:
         row, column, share, _ = candidate.about
         self._odds.learn(row, column, was_right, share, is_first=column < 3)
-
-    def record(self) -> tuple[AcceptanceByMatch, ...]:
-        return self._odds.record()

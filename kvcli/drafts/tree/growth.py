@@ -98,6 +98,17 @@ class TreeShape:
 
     below: tuple[TreeShape, ...] = ()
 
+    def cut(self, depth: int) -> TreeShape:
+        """Return the shape without nodes deeper than `depth`."""
+        return TreeShape(tuple(below.cut(depth - 1) for below in self.below) if depth else ())
+
+    def rows(self) -> list[tuple[int, int, TreeShape]]:
+        """Return the nodes with nodes below, level by level from this one on: index of the parent, rank, shape."""
+        found = [(-1, 0, self)]
+        for at, (_, _, shape) in enumerate(found):  # which grows by each node's
+            found += [(at, rank, below) for rank, below in enumerate(shape.below) if below.below]
+        return found
+
 
 @dataclass(slots=True)
 class TreeNode:
@@ -136,6 +147,19 @@ class Growth:
         if self.kind == "cape":
             return min(self.branches, next(n for above, n in _UNSURE if first >= above))
         return self.branches if shape is None else len(shape.below)
+
+    def fixed(self, depth: int, planned: TreeShape | None, most: int) -> TreeShape | None:
+        """Return the shape of all trees of this `depth`; None = choices decide it. `planned`: Sequoia's; `most`:
+        choices after a row."""
+        if self.kind == "sequoia" and planned is not None and self.branches <= most:
+            shape, levels = planned.cut(depth), [0]
+            for above, _, _ in shape.rows()[1:]:
+                levels.append(levels[above] + 1)
+            return shape if max(map(levels.count, levels)) <= self.wide else None
+        shape = TreeShape()
+        for _ in range(depth):
+            shape = TreeShape((shape, *[TreeShape()] * (min(self.branches, most) - 1)))
+        return shape if self.kind == "chain" else None
 
     def tips(self, places: Sequence[TreeNode], newest: int, depth: int) -> list[Leaf]:
         """Return the leaves that the next pass expands, the likeliest first. `newest`: first node of the last pass;

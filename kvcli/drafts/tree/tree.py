@@ -38,9 +38,10 @@ class DraftSource(Protocol):
 
     Call order: `start`, then in each pass `root`, `offers` at each node that the tree expands, `learn` for each
     candidate, verified or not, whose parent was accepted, and `extend`. A state is read only by the source that made
-    it."""
+    it. Methods with a body are those of a source that says of a candidate where its rate is in `_odds`."""
 
     name: str
+    _odds: AcceptanceRates
 
     def start(self, ids: Sequence[int]) -> None:
         """Set the committed sequence to `ids`; data of the shared prefix may be kept."""
@@ -56,12 +57,16 @@ class DraftSource(Protocol):
 
     def safe(self, candidate: DraftCandidate) -> int:
         """Return how many rows a tree that begins with this candidate may have before their cost is measured."""
+        return 4
 
     def learn(self, candidate: DraftCandidate, was_right: bool) -> None:
         """Record whether this candidate, whose parent was accepted, is the token that follows."""
+        row, column = candidate.about
+        self._odds.learn(row, column, was_right, is_first=not column)
 
     def record(self) -> tuple[AcceptanceByMatch, ...]:
         """Return the acceptance rates of first choices since the start, by classes that the source defines."""
+        return self._odds.record()
 
 
 class DraftToken(NamedTuple):

@@ -7,7 +7,9 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from kvcli.drafts.pacing.draft_controller import DraftController, Mode, SourcePayoff
+from kvcli.drafts.sources.logit_recycling import likeliest, rank_with_noise, top
 from kvcli.drafts.tree.tree import FAINT, SURE, Beyond, DraftSource, DraftToken, decided, grow
+from kvcli.engine.forward_request import Draft, NeededTensors
 from kvcli.engine.stats import DraftReport, LookaheadReport, Step
 
 if TYPE_CHECKING:
@@ -18,7 +20,7 @@ if TYPE_CHECKING:
     from kvcli.drafts.sources.ngram_pool import NgramPool
     from kvcli.drafts.tree.growth import StopRule
     from kvcli.engine.drafting.drafter import Costs, DraftContext, ViewSpec
-    from kvcli.engine.forward_request import Draft, LogitsHook, LookaheadRows, Passes
+    from kvcli.engine.forward_request import LogitsHook, LookaheadRows, Passes
     from kvcli.engine.sequence.sampler import Sampler
     from kvcli.kv.slots import Usage
 
@@ -32,25 +34,18 @@ class TreeDrafter:
     """Tree drafter: holds the draft sources, the draft tree of the running pass, and the draft controller."""
 
     def __init__(
-        self,
-        config: DraftSettings,
-        sources: Sequence[DraftSource],
-        *,
-        clock: Callable[[], float],
-        successors: Sequence[RecycledLogits] = (),
-        lookahead: tuple[JacobiWindow, NgramPool] | None = None,
-        view: ViewSpec | None = None,
-        chain: ModelDraft | None = None,
-        beyond: Sequence[tuple[int, Beyond]] = (),
+        self, config: DraftSettings, sources: Sequence[DraftSource], *, clock: Callable[[], float],
+        successors: Sequence[RecycledLogits] = (), lookahead: tuple[JacobiWindow, NgramPool] | None = None,
+        view: ViewSpec | None = None, chain: ModelDraft | None = None, beyond: Sequence[tuple[int, Beyond]] = (),
         stop: StopRule | None = None,
-    ) -> None:
+    ) -> None:  # fmt: skip
         """`clock`: of the target model, in seconds. `successors`: the sources that learn from logits. The n-gram pool
         of `lookahead` is in `sources`, and so is `chain`, as the last, which needs draft passes; `stop` may end its
         drafts sooner than measured times do. `beyond`: as in `grow`."""
         self._config, self._sources, self._successors, self._clock = config, list(sources), successors, clock
         self._window: JacobiWindow | None = lookahead[0] if lookahead else None
         self._pool: NgramPool | None = lookahead[1] if lookahead else None
-        self._view, self._chain, self._beyond, self._stop = view, chain, beyond, stop
+        self.view, self._chain, self._beyond, self._stop = view, chain, beyond, stop
         # chances that the draft model's tokens are accepted, each with all before it, as of the last call of `_pays`
         self._model_chances: list[float] = []
         self._control = DraftController(config.min_speedup, config.baseline_interval)
@@ -72,18 +67,10 @@ class TreeDrafter:
         self._dry_run: list[int] = []  # tokens of a dry-run draft still to be compared
 
     @property
-    def view(self) -> ViewSpec | None:
-        return self._view
-
-    @property
     def logits_hook(self) -> LogitsHook | None:
         """The hook that returns the likeliest tokens of each row, if a source learns from them."""
         learns = self._learns_from_logits and any(not source.rests for source in self._successors)
-        if self._lookahead is None and not learns:
-            return None
-        from kvcli.drafts.sources.logit_recycling import top  # late: it needs torch
-
-        return top
+        return top if learns or self._lookahead is not None else None
 
     def expect(self, costs: Costs) -> None:
         """Set the costs of passes with which each sequence starts, until they are measured."""
@@ -144,13 +131,10 @@ class TreeDrafter:
         return self._proposal(mode, room)
 
     def _proposal(self, mode: Mode, room: int) -> Draft:
-        from kvcli.engine.forward_request import Draft  # late: reading a profile must not import torch
-
         # also of a plain pass that is timed: what it does not record would have to be computed again
-        needs = self._chain.needs if self._chain is not None and not self._control.is_paused else ()
-        if self._chain is not None and (unread := self._chain.unread[: self._config.max]):
-            self._draft_tokens = None  # until the target has verified them
-            return Draft([-1] * len(unread), [*range(-1, len(unread) - 1)], needs=needs, follows=unread)
+        needs = self._chain.needs if self._chain is not None and not self._control.is_paused else NeededTensors()
+        if self._chain is not None and self._chain.unread is not None:
+            return replace(self._chain.unread, needs=needs)
         self._draft_tokens = self._grow(mode, room)
         rows = self._rows(self._draft_tokens) if mode is Mode.DRAFT else 0
         self._lookahead = self._lookahead_for(mode, room, rows)
@@ -158,8 +142,8 @@ class TreeDrafter:
         return Draft([t.id for t in tokens], [t.parent for t in tokens], self._lookahead, needs)
 
     def observe(self, step: Step) -> None:
-        if self._draft_tokens is None and self._chain is not None and self._chain.unread:
-            self._draft_tokens = self._grow(Mode.DRAFT, len(self._chain.unread))
+        if self._chain is not None and self._chain.unread is not None:
+            self._draft_tokens = self._chain.read(self._chain.unread)
         if self._draft_tokens is None:
             return
         began = self._clock()
@@ -281,8 +265,6 @@ class TreeDrafter:
 
     def _harvest(self, step: Step) -> None:
         """Add n-grams from the logits of the lookahead rows, sampled as the answer will be."""
-        from kvcli.drafts.sources.logit_recycling import likeliest, rank_with_noise  # late: it needs torch
-
         if self._window is None or self._pool is None:
             return
         rows, last = step.rows, []
@@ -294,8 +276,6 @@ class TreeDrafter:
 
     def _learn_from_logits(self, step: Step) -> None:
         """Record recycled logits from the rows of the tree, as many as time allows."""
-        from kvcli.drafts.sources.logit_recycling import likeliest  # late: it needs torch
-
         if all(source.rests for source in self._successors):
             return
         began, plain, rows = self._clock(), self._control.plain, step.rows

@@ -158,8 +158,11 @@ class CapturedPass:
                 hidden[: part.request.rows.n_rows].copy_(part.request.hidden)
         self._graphs.send(here, self._there)
         for there, part in zip(self._rows, parts, strict=True):
-            for row, before in part.request.rows.follows.items():
-                there.ids[row] = before.hook_output(0)[0] if before.choices is None else before.choices[0, 0]
+            if choices := part.request.rows.choices:
+                end = part.request.rows.n_rows
+                there.ids[end - len(choices) : end] = torch.stack(
+                    [of.choices[i, rank] for of, i, rank in choices if of.choices is not None]
+                )
         self._pass()
 
     def _made(

@@ -126,8 +126,9 @@ class PassInputs:
         """Fill in a request, on the host. Unused rows repeat the first one and are on no path."""
         rows, n, cache = part.request.rows, part.request.rows.n_rows, part.reads[0]
         self.all_pos.numpy()[: len(cache.tree_pos)] = cache.tree_pos
-        # ids that the host has not read come from the device, behind this copy
-        ids = [0 if row in rows.follows else rows.ids[row] for row in range(n)] if rows.follows else rows.ids
+        # ids that the host need not read come from the device, behind this copy
+        n_read = n - len(rows.choices)
+        ids = [rows.ids[row] if row < n_read else 0 for row in range(n)] if n_read < n else rows.ids
         for to, given in ((self.ids, ids), (self.pos, rows.pos)):
             numbers = to.numpy()
             numbers[:n], numbers[n:] = given, given[0]

@@ -9,13 +9,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from itertools import chain
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from kvcli.engine.forward_request import ForwardRequest, ForwardResult, LogitsHook, Passes, Rows, TokenIds
+from kvcli.engine.forward_request import Choice, ForwardRequest, ForwardResult, LogitsHook, Passes, Rows, TokenIds
 from kvcli.kernels.attend_invariant import NewRows
 from kvcli.kernels.merge_attention import PartialAttention
 from kvcli.kv.recurrent_state import RecurrentStates, StateCheckpoint
@@ -25,7 +26,7 @@ from kvcli.kv.tiers.draft_buffers import DraftBuffers
 from kvcli.kv.views.borrowing import BorrowingReader
 
 if TYPE_CHECKING:
-    from kvcli.engine.forward_request import SamplingContext
+    from kvcli.engine.forward_request import ChosenRows, RanRow, SamplingContext
     from kvcli.engine.hf.lm import LM
     from kvcli.kv.slots import AttentionParams, CacheReader, KVCache
 
@@ -52,8 +53,7 @@ class DraftTreeKV(BorrowingReader):
         # by row: state update of its pass, states, number of rows of the pass to apply
         self._folds: list[tuple[Callable[[int], None], RecurrentStates, int]] = []
         self.dtype = cache.dtype
-        self.ids: list[int] = []  # -1 = not read by the host
-        self._follows: dict[int, ForwardResult] = {}  # of these, as in `Rows`
+        self._ids: list[Sequence[int]] = []  # by pass
         self.parents: list[int] = []  # parent row; -1 = the last stored token
         self._above: list[list[int]] = []  # a row's ancestors from the root, then the row itself
         self._pos: list[int] = []  # positions of all rows, including the running pass
@@ -62,7 +62,7 @@ class DraftTreeKV(BorrowingReader):
         self._sent: dict[Any, Any] = {}  # as in ForwardPass
 
     def __len__(self) -> int:
-        return len(self.ids)
+        return len(self.parents)
 
     def grow(
         self, ids: Sequence[int], parents: Sequence[int], logits_hook: LogitsHook, layers: Sequence[range] = ()
@@ -72,32 +72,28 @@ class DraftTreeKV(BorrowingReader):
         result = yield from self.add(ids, parents, logits_hook=logits_hook, layers=layers)
         return [result.hook_output(i) for i in range(len(ids))]
 
-    def grow_chain(
-        self, result: ForwardResult, n: int, logits_hook: LogitsHook, layers: Sequence[range] = ()
-    ) -> Passes[list[ForwardResult]]:
-        """Run n passes of one row each, whose token is the first choice of the pass before, of `result` for the first.
-        Return `result` and theirs. The host need not read the tokens, which the device hands on; a CPU runs no pass."""
-        passes = [result]
-        for _ in range(n if self._lm.is_on_accelerator else 0):
-            of = yield from self.add([-1], [len(self) - 1], logits_hook=logits_hook, layers=layers, follows=passes[-1])
-            passes.append(of)
-        return passes
+    def grow_by_choices(
+        self, root: ForwardResult, rows: ChosenRows, logits_hook: LogitsHook, layers: Sequence[range] = ()
+    ) -> Passes[list[RanRow]]:
+        """Run these rows below the newest row, whose pass is `root`, level by level while passes are captured. The host
+        need not read the tokens, which the device hands on. Return what ran, the newest row first."""
+        ran: list[RanRow] = [(of := root, 0)]
+        newest = len(self) - 1
+        while of.choices is not None and len(ran) <= len(rows):
+            level = [row for row in rows[len(ran) - 1 :] if row[0] < len(ran)]
+            parents, choices = [newest + at for at, _ in level], [Choice(*ran[at], rank) for at, rank in level]
+            of = yield from self.add((), parents, logits_hook=logits_hook, layers=layers, choices=choices)
+            ran += [(of, row) for row in range(len(level))]
+        return ran
 
     def add(
-        self,
-        ids: Sequence[int],
-        parents: Sequence[int],
-        *,
-        logits_hook: LogitsHook | None = None,
-        draw: SamplingContext | None = None,
-        layers: Sequence[range] = (),
-        hidden: Tensor | None = None,
-        shows: tuple[int, ...] = (),
-        record_queries: Sequence[int] = (),
-        follows: ForwardResult | None = None,
-    ) -> Passes[ForwardResult]:
+        self, ids: Sequence[int], parents: Sequence[int], *, choices: Sequence[Choice] = (),
+        logits_hook: LogitsHook | None = None, draw: SamplingContext | None = None, layers: Sequence[range] = (),
+        hidden: Tensor | None = None, shows: tuple[int, ...] = (), record_queries: Sequence[int] = (),
+    ) -> Passes[ForwardResult]:  # fmt: skip
         """Run a pass of further rows. `hidden`, `shows`, `record_queries`: `hidden`, `record_hidden_states` and
-        `record_queries` of the request; `follows`: of the only row, as in `Rows`."""
+        `record_queries` of the request; `choices`: as in `Rows`, after `ids`."""
+        ids = TokenIds.of(ids, choices)
         n_before, n, above = len(self), len(ids), list(self._above)
         tree_mask = np.zeros((n, n_before + n), dtype=np.bool_)
         for row, parent in enumerate(parents):
@@ -109,9 +105,7 @@ class DraftTreeKV(BorrowingReader):
         states = None if self._states is None else self._behind(parents[0], self._states)
         assert states is None or [*parents[1:]] == [*range(n_before, n_before + n - 1)], "draft tokens are no chain"
         mask = self._tree_mask[:, n_before:] if n > 1 and states is None else None
-        unread = {} if follows is None else {0: follows}
-        known = TokenIds(ids, unread) if unread else ids
-        rows = Rows(known, self._pos[n_before:], mask, tree=n, parent=(-1,) * n, follows=unread)  # never verified
+        rows = Rows(ids, self._pos[n_before:], mask, tree=n, parent=(-1,) * n, choices=choices)  # never verified
         for run in layers[:-1]:
             hidden = (yield ForwardRequest(self._lm, rows, self, layers=run, hidden=hidden)).hidden
         last = layers[-1] if layers else None
@@ -122,8 +116,7 @@ class DraftTreeKV(BorrowingReader):
         )  # fmt: skip
         if states is not None and result.fold is not None:
             self._folds += [(result.fold, states, i + 1) for i in range(n)]
-        self._follows |= {n_before + row: of for row, of in unread.items()}
-        self.ids += ids
+        self._ids.append(ids)
         self.parents += parents
         self._above, self._commit_rows = above, result.commit_rows
         return result
@@ -161,7 +154,7 @@ class DraftTreeKV(BorrowingReader):
 
     def path(self, ids: Sequence[int]) -> list[int]:
         """Return the rows whose tokens match the beginning of `ids`, from the root on."""
-        found, at, known = [], -1, TokenIds(self.ids, self._follows)
+        found, at, known = [], -1, [*chain.from_iterable(self._ids)]
         for token in ids:
             below = (i for i in range(at + 1, len(self)) if self.parents[i] == at and known[i] == token)
             if (at := next(below, -1)) < 0:

@@ -89,11 +89,11 @@ class GenerationSession(SequenceState):
         rows = Rows.build(self.ids[-1], len(self.ids) - 1, draft)
         assert max(rows.pos[: rows.tree]) - rows.pos[0] <= room, "a draft is deeper than allowed"
         draw = SamplingContext(self.sampler, self.history, self.constraint, self.ids, self.answer_at, self.is_scored)
-        recorded = self.query_recorder.rows_to_record_in_tree(rows.tree)
-        recorded, layers = (range(rows.tree), ()) if draft.needs == "queries" else (recorded, draft.needs)
+        recorder, needs = self.query_recorder, draft.needs
+        recorded = range(rows.tree) if needs.queries else recorder.rows_to_record_in_tree(rows.tree)
         result = yield ForwardRequest(
             self.lm, rows, self.cache, self.view, rows.want, draw, self.drafter.logits_hook, recorded,
-            grows=self._grows(most), states=self.states, record_hidden_states=layers,
+            grows=self._grows(most), states=self.states, record_hidden_states=needs.states,
         )  # fmt: skip
         path, new = accepted_path(rows, result.drawn, stop)
         self._commit(rows, recorded, result, path)

@@ -63,5 +63,7 @@ class AssistantDraft(ModelDraftSettings):
         lm, head = pair.target, pair.draft
         share = head.info.weight_bytes / lm.info.weight_bytes
         draft_model = AssistantHead(lm, head)
-        chain = ModelDraft(draft_model, lm, depth=self.depth, share=share, ends=ends, name="assistant")
+        chain = ModelDraft(
+            draft_model, lm, depth=self.depth, share=share, ends=ends, growth=self.growth, name="assistant"
+        )
         return self.mixer(chain, PromptLookup(self.min_match, self.max_match))

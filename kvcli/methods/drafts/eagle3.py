@@ -66,5 +66,7 @@ class Eagle3Draft(ModelDraftSettings):
         assert pair is not None, "a drafter needs a model pair"
         lm, head = pair.target, pair.draft
         share = head.info.weight_bytes / lm.info.weight_bytes
-        chain = ModelDraft(Eagle3Head(lm, head), lm, depth=self.depth, share=share, ends=ends, name="eagle3")
+        chain = ModelDraft(
+            Eagle3Head(lm, head), lm, depth=self.depth, share=share, ends=ends, growth=self.growth, name="eagle3"
+        )
         return self.mixer(chain, PromptLookup(self.min_match, self.max_match))

@@ -21,7 +21,7 @@ from transformers.modeling_outputs import CausalLMOutput
 from transformers.models.llama import modeling_llama as llama
 
 from kvcli.drafts.draft_models.mtp_head import MtpHead
-from kvcli.engine.forward_request import Passes
+from kvcli.engine.forward_request import NeededTensors, Passes
 from kvcli.engine.hf.cache_shim import target_hidden_states
 from kvcli.engine.hf.lm import LM
 from kvcli.engine.hf.model_probe import quiet
@@ -118,7 +118,7 @@ class Eagle3Head(MtpHead):
 
     def __init__(self, lm: LM, head: LM) -> None:
         self._eagle: Eagle3 = head.model
-        self.needs = self._eagle.layers_read
+        self.needs = NeededTensors(self._eagle.layers_read)
         super().__init__(lm, head)
 
     def _given(self, states: Tensor) -> Tensor:

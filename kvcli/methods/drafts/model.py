@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Literal
 
-from kvcli.drafts.tree.growth import Rule, rule
+from kvcli.drafts.tree.growth import Growth, Rule, rule
 from kvcli.kv.footprint import Footprint, ModelSizes
 from kvcli.methods.drafts.model_draft_settings import ModelDraftSettings
 from kvcli.settings.schema import DraftModelRef, Pattern, Quant, Range
@@ -88,6 +88,10 @@ class SeparateModelDraft(ModelDraftSettings):
         return super().ignored_keys() | {key: why for why, (reads, keys) in needs.items() if not reads for key in keys}
 
     @property
+    def growth(self) -> Growth:
+        return Growth(self.tree, self.branches, self.tree_width, self.max, self.min_gain)
+
+    @property
     def _least(self) -> int:
         """Minimum `working` tokens with which a chunk can be chosen."""
         return self.sinks + self.recent + 4 * self.chunk
@@ -131,7 +135,6 @@ class SeparateModelDraft(ModelDraftSettings):
         """Return a drafter without a sequence. Raises BadConfig if `working` exceeds the draft model's limit."""
         from kvcli.drafts.sources.model_draft import ModelDraft
         from kvcli.drafts.sources.prompt_lookup import PromptLookup
-        from kvcli.drafts.tree.growth import Growth
         from kvcli.errors import BadConfig
 
         assert pair is not None, "a drafter needs a model pair"
@@ -163,7 +166,7 @@ class SeparateModelDraft(ModelDraftSettings):
             depth=self.depth,
             share=draft.info.weight_bytes / target.info.weight_bytes,
             ends=ends,
-            growth=Growth(self.tree, self.branches, self.tree_width, self.max, self.min_gain),
+            growth=self.growth,
             cascade=(copies, self.lookup_verify) if self.lookup_verify else None,
         )
         return self.mixer(chain, copies, stop=rule(self.stop, self.risk))

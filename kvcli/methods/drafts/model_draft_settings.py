@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
+from kvcli.drafts.tree.growth import Growth
 from kvcli.kv.footprint import Footprint, ModelSizes
 from kvcli.methods.drafts.ngram import Ngram
 
@@ -47,6 +48,11 @@ class ModelDraftSettings(Ngram):
         learned = Footprint(host=learned_bytes(self.sources, n))
         return super().footprint(n, of) + learned if self.copies else learned
 
+    @property
+    def growth(self) -> Growth:
+        """Growth rule of the draft tree."""
+        return Growth(branches=self.branches, nodes=self.max)
+
     def mixer(self, chain: ModelDraft, copies: PromptLookup, **of: Any) -> TreeDrafter:
         """Return the drafter of a draft model and the other sources. `of`: as in `TreeDrafter`."""
         from kvcli.drafts.sources.logit_recycling import learners
@@ -55,7 +61,7 @@ class ModelDraftSettings(Ngram):
         successors, chain.is_fixed = learners(self.sources), not self.adaptive
         # the cheapest first
         others: list[PromptLookup | RecycledLogits] = [*([copies] if self.copies else []), *successors]
-        chain.is_whole = not others and self.branches == 1
+        chain.is_alone = not others
         beyond = [(i, source.behind) for i, source in enumerate(others)]
         return TreeDrafter(
             self, [*others, chain], clock=chain.clock, successors=successors, chain=chain, beyond=beyond, **of

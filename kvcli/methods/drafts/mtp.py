@@ -44,5 +44,7 @@ class MtpDraft(ModelDraftSettings):
         lm = pair.target
         head = mtp_of(lm)
         share = 1 / lm.n_layers  # time of a pass in plain passes, until measured
-        chain = ModelDraft(MtpHead(lm, head), lm, depth=self.depth, share=share, ends=ends, name="mtp")
+        chain = ModelDraft(
+            MtpHead(lm, head), lm, depth=self.depth, share=share, ends=ends, growth=self.growth, name="mtp"
+        )
         return self.mixer(chain, PromptLookup(self.min_match, self.max_match))

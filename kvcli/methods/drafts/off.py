@@ -55,7 +55,7 @@ class Off:
     def propose(self, ids: Sequence[int], room: int, context: DraftContext | None = None) -> Draft:
         from kvcli.engine.forward_request import Draft  # late: reading a profile must not import torch
 
-        return Draft.none(ahead=room)
+        return Draft([], [], ahead=room)
 
     def observe(self, step: Step) -> None:
         return

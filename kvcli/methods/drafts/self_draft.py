@@ -61,7 +61,9 @@ class SelfDraft(ModelDraftSettings, ViewSettings):
             lm.info.id, "it cannot draft over a part of its KV cache", ["--set spec.method=ngram"]
         )
         draft_model = SelfDraftModel(lm, self._skipping(lm))
-        chain = ModelDraft(draft_model, lm, depth=self.depth, share=_UNTRIED, ends=ends, name="self")
+        chain = ModelDraft(
+            draft_model, lm, depth=self.depth, share=_UNTRIED, ends=ends, growth=self.growth, name="self"
+        )
         return self.mixer(chain, PromptLookup(self.min_match, self.max_match), view=self.glance())
 
     def _skipping(self, lm: LM) -> LayerSkip:
