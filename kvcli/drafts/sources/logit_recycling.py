@@ -14,7 +14,7 @@ from itertools import accumulate
 from math import exp, inf, log
 from typing import TYPE_CHECKING, Any
 
-from kvcli.drafts.tree.tree import AcceptanceRates, DraftCandidate, DraftSource
+from kvcli.drafts.tree.tree import AcceptanceRates, DraftCandidate, RatedSource
 from kvcli.kernels.gumbel_noise.host import COIN, gumbel_host, uniform_host
 
 if TYPE_CHECKING:
@@ -66,7 +66,7 @@ class Entry:
         self.logp = [log(p + 1e-12) for _, p in best]
 
 
-class RecycledLogits(DraftSource):
+class RecycledLogits(RatedSource):
     """Recycled logits by the last `shortest` to `longest` tokens, with the acceptance rates of their draft tokens."""
 
     def __init__(self, name: str, shortest: int, longest: int) -> None:

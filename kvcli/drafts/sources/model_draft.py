@@ -17,7 +17,7 @@ import torch
 
 from kvcli.drafts.sources.logit_recycling import NAMES, START, WIDE, cell, rank_with_noise
 from kvcli.drafts.tree.growth import Growth, Leaf, TreeNode, TreeShape, sequoia
-from kvcli.drafts.tree.tree import AcceptanceRates, DraftCandidate, DraftSource, DraftToken
+from kvcli.drafts.tree.tree import AcceptanceRates, DraftCandidate, DraftToken, RatedSource
 from kvcli.engine.forward_request import Choice, Draft, NeededTensors
 from kvcli.engine.sequence.token_history import TokenHistory
 from kvcli.errors import KvcliError
@@ -46,7 +46,7 @@ Pays = Callable[[Sequence[float]], bool]  # chances of the draft tokens so far -
 Costs = Callable[[int], Sequence[float]]  # n -> cost of passes with 1, 2, ... n rows in plain passes
 
 
-class ModelDraft(DraftSource):
+class ModelDraft(RatedSource):
     """Draft source of a draft model. It makes forward passes: `extend_draft` runs before the tree is grown.
 
     While no draft is made, a trial pass from time to time compares the predictions of the draft model with the newest

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from kvcli.drafts.tree.tree import AcceptanceRates, DraftCandidate, DraftSource
+from kvcli.drafts.tree.tree import AcceptanceRates, DraftCandidate, RatedSource
 
 KEYS = 1 << 14  # maximum; the oldest keys are evicted first
 KEY_BYTES = 520  # bytes of a key and its n-grams as Python objects; measured with tracemalloc
@@ -21,7 +21,7 @@ _NAMES = ("1", "2", "3", "4+")
 Run = tuple[int, ...]
 
 
-class NgramPool(DraftSource):
+class NgramPool(RatedSource):
     """Pool of n-grams by key, and their acceptance rates."""
 
     name = "lookahead"

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from kvcli.drafts.tree.tree import AcceptanceRates, DraftCandidate, DraftSource, by_bits
+from kvcli.drafts.tree.tree import AcceptanceRates, DraftCandidate, RatedSource, by_bits
 
 # Find earlier occurrences of the end of a sequence.
 #
@@ -194,7 +194,7 @@ _NAMES = ("1", "2-3", "4-7", "8-15", "16-31", "32+")
 TOKEN_BYTES = 24  # index bytes per token: the sequence, the positions, and their sorting
 
 
-class PromptLookup(DraftSource):
+class PromptLookup(RatedSource):
     """Prompt lookup over the index of one sequence, with the acceptance rates of its draft tokens."""
 
     name = "prompt-lookup"

@@ -38,10 +38,9 @@ class DraftSource(Protocol):
 
     Call order: `start`, then in each pass `root`, `offers` at each node that the tree expands, `learn` for each
     candidate, verified or not, whose parent was accepted, and `extend`. A state is read only by the source that made
-    it. Methods with a body are those of a source that says of a candidate where its rate is in `_odds`."""
+    it."""
 
     name: str
-    _odds: AcceptanceRates
 
     def start(self, ids: Sequence[int]) -> None:
         """Set the committed sequence to `ids`; data of the shared prefix may be kept."""
@@ -61,11 +60,21 @@ class DraftSource(Protocol):
 
     def learn(self, candidate: DraftCandidate, was_right: bool) -> None:
         """Record whether this candidate, whose parent was accepted, is the token that follows."""
+
+    def record(self) -> tuple[AcceptanceByMatch, ...]:
+        """Return the acceptance rates of first choices since the start, by classes that the source defines."""
+
+
+class RatedSource(DraftSource):
+    """Draft source whose candidates say where their rate is in `_odds`: `about` is the row and the column."""
+
+    _odds: AcceptanceRates
+
+    def learn(self, candidate: DraftCandidate, was_right: bool) -> None:
         row, column = candidate.about
         self._odds.learn(row, column, was_right, is_first=not column)
 
     def record(self) -> tuple[AcceptanceByMatch, ...]:
-        """Return the acceptance rates of first choices since the start, by classes that the source defines."""
         return self._odds.record()
 
 
