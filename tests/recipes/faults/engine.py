@@ -328,7 +328,7 @@ FAULTS = [
     ),
     Fault(
         "V11",
-        "kvcli/methods/sparse/antidiagonal.py",
+        "kvcli/methods/sparse/xattention.py",
         ".flip(3)",
         "",
         "tests/test_sparse_prompts.py::test_xattention_selects_by_the_published_rule",
