@@ -42,6 +42,8 @@ RESULTS = {
     "reliability": "python tests/bench/reliability.py",
     "drafters-wide": "python tests/bench/drafters.py --models demo-wide --tasks lookup,summary,free --temperatures 0"
     " --sides plain,ngram,fafo,small,small-full,small+copies,specextend,specextend-every",
+    "drafters-smollm2": f"python tests/bench/drafters.py --models {LISTED} --reps 1 --tasks open,list,short,code,french"
+    " --sides ngram,eagle3,eagle3+copies --head /tmp/head",  # made by the command in docs/design/draft-models.md
     "scouts": "python tests/bench/scouts.py",
     "attend-packed": "python tests/bench/attend_quantized.py --seconds 0.6",
     "across-layers": "python tests/bench/across_layers.py",

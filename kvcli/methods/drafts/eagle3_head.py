@@ -107,7 +107,7 @@ class Eagle3(PreTrainedModel):  # type: ignore[misc]
         use_cache: bool = False,
     ) -> CausalLMOutput:
         """Run the head: input_ids, position_ids [1, N] -> logits [1, n, V]. The pass supplies hidden states [N, E]."""
-        embedded = self.embeds(input_ids).to(self.dtype)
+        embedded = self.embeds(input_ids).to(self.fc.weight.dtype)  # `self.dtype` looks at each module
         turns = self.rotary(embedded, position_ids)
         x = self.midlayer(embedded, target_hidden_states(embedded), position_embeddings=turns, cache=cache)
         return CausalLMOutput(logits=self.says(x if logits_to_keep is None else x[:, logits_to_keep]))
