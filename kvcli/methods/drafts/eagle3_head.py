@@ -136,11 +136,10 @@ class DirectEagle(DirectForward):
     @staticmethod
     def serves(head: LM) -> bool:
         """True if the modules of this head run by native kernels."""
-        of = head.model
-        layer, norms = of.midlayer, (of.says.norm, *(m for m in of.midlayer.children() if hasattr(m, "variance_epsilon")))
-        return type(vars(layer.mlp).get("forward")) is NativeMlp and all(
-            type(vars(norm).get("forward")) is NativeNorm for norm in norms
-        )
+        layer = head.model.midlayer
+        norms = layer.input_layernorm, layer.hidden_norm, layer.post_attention_layernorm, head.model.says.norm
+        kinds = {type(vars(module).get("forward")) for module in (layer.mlp, *norms)}
+        return kinds == {NativeMlp, NativeNorm}
 
     def __call__(
         self, ids: Any, pos: Any, want: Any, its_pass: RunningPass, layers: Any = None, hidden: Tensor | None = None
