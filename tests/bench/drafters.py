@@ -298,7 +298,7 @@ def drafters(
             for task in tasks_of(model, of, tasks):
                 for temperature in temperatures:
                     rows = partial(measure, model, of, task, temperature, chosen, reps, prefix_cache, head)
-                    yield from once(f"{of} {task.name} {temperature} {chosen}", rows)
+                    yield from once(f"{of} {task.name} {float(temperature)} {chosen}", rows)
 
 
 if __name__ == "__main__":
