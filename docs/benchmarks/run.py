@@ -43,7 +43,7 @@ RESULTS = {
     "drafters-wide": "python tests/bench/drafters.py --models demo-wide --tasks lookup,summary,free --temperatures 0"
     " --sides plain,ngram,fafo,small,small-full,small+copies,specextend,specextend-every",
     "drafters-smollm2": f"python tests/bench/drafters.py --models {LISTED} --reps 1 --tasks open,list,short,code,french"
-    " --sides ngram,eagle3,eagle3+copies,eagle3-always --head /tmp/head",  # made by the command in docs/design/draft-models.md
+    " --sides ngram,eagle3,eagle3+copies,eagle3-always --head /tmp/head",  # made as docs/design/draft-models.md says
     "scouts": "python tests/bench/scouts.py",
     "attend-packed": "python tests/bench/attend_quantized.py --seconds 0.6",
     "across-layers": "python tests/bench/across_layers.py",
