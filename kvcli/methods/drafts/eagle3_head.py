@@ -123,8 +123,8 @@ class DirectEagle(DirectForward):
 
     def __init__(self, head: LM) -> None:
         eagle, layer = head.model, head.model.midlayer
-        turns = RopeTable(eagle.rotary, torch.empty(0, dtype=head.dtype))
-        super().__init__(eagle.embeds, turns, (), eagle.says.norm.forward, eagle.says.lm_head)
+        self._rotary = RopeTable(eagle.rotary, torch.empty(0, dtype=head.dtype))
+        super().__init__(eagle.embeds, self._rotary, (), eagle.says.norm.forward, eagle.says.lm_head)
         attn, mlp = layer.self_attn, layer.mlp.forward
         self._norms = layer.input_layernorm.forward, layer.hidden_norm.forward
         self._qkv, self._params = (attn.q_proj, attn.k_proj, attn.v_proj), AttentionParams(attn.scaling)
@@ -151,7 +151,7 @@ class DirectEagle(DirectForward):
             both = torch.cat([norm(of) for norm, of in zip(self._norms, (embedded, x), strict=True)], -1)
             d = self._native.D
             q, k, v = (part.forward(both).view(len(both), -1, d).transpose(0, 1) for part in self._qkv)
-            q, k = llama.apply_rotary_pos_emb(q, k, *self._turns(pos), unsqueeze_dim=0)
+            q, k = llama.apply_rotary_pos_emb(q, k, *self._rotary(pos), unsqueeze_dim=0)
             x = after(self._native, x, its_pass.attend(0, q, k, v, self._params, None).transpose(0, 1))
             x = x if want is None else x[want]
             if its_pass.shows:
