@@ -225,7 +225,7 @@ class Eagled(Itself):
     def _prepare(self, lm: LM) -> LM:
         found = wrap_head(lm, *eagle3_of(lm), id="head")
         if self._truth:
-            found.model.__class__ = Hinted
+            found.model.__class__, found.direct_forward = Hinted, None
             found.model.__dict__["truth"] = self._truth
         return found
 

@@ -42,6 +42,8 @@ RESULTS = {
     "reliability": "python tests/bench/reliability.py",
     "drafters-wide": "python tests/bench/drafters.py --models demo-wide --tasks lookup,summary,free --temperatures 0"
     " --sides plain,ngram,fafo,small,small-full,small+copies,specextend,specextend-every",
+    "drafters-smollm2": f"python tests/bench/drafters.py --models {LISTED} --reps 1 --tasks open,list,short,code,french"
+    " --sides ngram,eagle3,eagle3+copies,eagle3-always --head /tmp/head",  # made as docs/design/draft-models.md says
     "scouts": "python tests/bench/scouts.py",
     "attend-packed": "python tests/bench/attend_quantized.py --seconds 0.6",
     "across-layers": "python tests/bench/across_layers.py",
@@ -53,6 +55,7 @@ RESULTS = {
     "kept": f"python tests/bench/kept.py --model {LISTED}",
     "kv-quality": "python tests/bench/kv_quality.py --shares 0.5,0.25,0.125",
     "fastgen": "python tests/bench/fastgen.py",
+    "fastgen-smollm2": f"python tests/bench/fastgen.py --model {LISTED} --texts 4 --length 1024",
     "kv-forms": "python tests/bench/kv_quality.py --forms --texts 24",
     "kv-field": "python tests/bench/kv_quality.py --field --texts 12 --shares 0.5,0.25,0.125,0.06",
     "kv-tasks": "python tests/bench/kv_quality.py --field --texts 6 --shares 0.5,0.25,0.125"

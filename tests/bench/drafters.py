@@ -25,6 +25,7 @@ import tempfile
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from statistics import median
 from typing import Annotated, Any
@@ -39,7 +40,7 @@ from kvcli.engine.stats import Stats
 from kvcli.kv.slots import nbytes
 from kvcli.prefix_cache.prefix_cache import PrefixCache
 from tests.bench.fafo import looked_at
-from tests.bench.harness import Floats, Row, Rows, Words, measurement, picked, quotients
+from tests.bench.harness import Floats, Row, Rows, Words, measurement, once, picked, quotients
 from tests.bench.widened import write
 
 PLAIN = "plain"
@@ -215,6 +216,7 @@ def measure(
     prefix_cache: PrefixCache,
     head: str,
 ) -> list[Row]:
+    task.new = task.new or lengths(model, of, task, prefix_cache)
     models = {side: side_of(model, side, temperature, head) for side in sides}
     runs: dict[str, list[Run]] = {side: [] for side in sides}
     for rep in range(reps + 1):  # the first warms up, with few tokens
@@ -294,9 +296,9 @@ def drafters(
             model = looked_at(kvcli.load(str(Path(folder, of)) if of == "demo-wide" else of, profile="exact"))
             prefix_cache = PrefixCache(Path(folder, f"kept-{of}"), 1 << 33, model.lm, min_work=0)
             for task in tasks_of(model, of, tasks):
-                task.new = lengths(model, of, task, prefix_cache)
                 for temperature in temperatures:
-                    yield from measure(model, of, task, temperature, chosen, reps, prefix_cache, head)
+                    rows = partial(measure, model, of, task, temperature, chosen, reps, prefix_cache, head)
+                    yield from once(f"{of} {task.name} {float(temperature)} {chosen}", rows)
 
 
 if __name__ == "__main__":

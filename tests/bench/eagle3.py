@@ -37,10 +37,12 @@ from kvcli.engine.stats import Step
 from kvcli.methods.drafts.off import Off
 
 UNROLLED, FADES = 3, 0.8  # draft passes in training, and the weight of each beside the one before
-WINDOW, TOGETHER = 256, 4  # tokens of a training text, and how many of them make a step
+WINDOW, ROWS, POOL = 256, 512, 128  # tokens of a text at most and of a step, and texts that are sorted by length
 RATE = 1e-3
+ALONE = 0.4  # share of training in which only the first draft pass is learned, which is three times as fast
+HELD, LOOK = 24, 240  # texts that are only tested, and seconds between tests
 SHARP = 1.0  # of attention to the row itself, before training
-ASKED = 48  # prompts that are answered at once
+ASKED = 64  # prompts that are answered at once
 ROOT = Path(__file__).resolve().parents[2]
 
 
@@ -179,8 +181,8 @@ class Recorder(Off):
         return Text(torch.tensor(ids[-1 - len(states) : -1]), states[:, :-e].clone(), states[:, -e:].clone())
 
 
-def texts_of(model: kvcli.Model, n: int, rng: Random) -> Iterator[Text]:
-    """About n tokens that the model answers, greedily or sampled."""
+def texts_of(model: kvcli.Model, n: int, rng: Random) -> Iterator[list[Text]]:
+    """About n tokens that the model answers, greedily or sampled, a batch of answers at a time."""
     if model.lm.vocab < 4096:  # the demo continues its reports
         whole = [write_report(Random(f"eagle {i}"), 2000, 0.35).text for i in range(1 + n // 3000)]
     else:
@@ -188,21 +190,22 @@ def texts_of(model: kvcli.Model, n: int, rng: Random) -> Iterator[Text]:
     asks = [line for text in whole for line in text.split("\n") if 40 < len(line) < 300 and "|" not in line]
     if model.lm.vocab >= 4096:
         asks = [*(ask.format(of) for ask in ASKS for of in ABOUT.split(", ")), *reworked(asks)]
-    rng.shuffle(asks)
-    kept = 0
-    while kept < n and asks:
-        prompts, asks = [model.encode(ask) for ask in asks[:ASKED]], asks[ASKED:]
-        samples = [{"temperature": rng.choice([0.0, 0.8]), "seed": kept + i} for i in range(len(prompts))]
+    kept, rest = 0, list[str]()
+    while kept < n:
+        if len(rest) < ASKED:  # every request again, sampled otherwise
+            rest += rng.sample(asks, len(asks))
+        prompts, rest = [model.encode(ask) for ask in rest[:ASKED]], rest[ASKED:]
+        samples = [{"temperature": rng.choice([0.0, 0.8]), "seed": rng.randrange(1 << 31)} for _ in prompts]
         of = [model.with_profile(model.profile.replace(sample=sample)) for sample in samples]
-        for task in generate_together(*map(written, of, prompts)):
-            kept += len(task.result().ids)
-            yield task.result()
+        batch = [task.result() for task in generate_together(*map(written, of, prompts))]
+        kept += sum(len(text.ids) for text in batch)
+        yield batch
 
 
 def reworked(lines: Sequence[str]) -> list[str]:
     """Tasks that copy, shorten or translate a line of the documents."""
     asks = ("Summarize: {}", "Rewrite in other words: {}", "Translate to French: {}", "Repeat this text: {}")
-    return [asks[i % len(asks)].format(line.lstrip("-#*0123456789. ")) for i, line in enumerate(lines)][::5]
+    return [asks[i % len(asks)].format(line.lstrip("-#*0123456789. ")) for i, line in enumerate(lines[::9])]
 
 
 # no question of tests/bench/drafters.py is among these
@@ -246,13 +249,14 @@ class Target:
     size: float  # of what the output layer gets
 
 
-def target_of(lm: LM, texts: Sequence[Text], draft_vocab: int) -> Target:
-    counts = torch.zeros(lm.vocab)
-    for text in texts:
-        counts += torch.bincount(text.ids, minlength=lm.vocab)
+def target_of(lm: LM, texts: Sequence[Text], held: Sequence[Text], draft_vocab: int) -> Target:
+    counts, unseen = (
+        torch.bincount(torch.cat([t.ids for t in of]), minlength=lm.vocab).float() for of in (texts, held)
+    )
+    counts += torch.linspace(1, 0, lm.vocab)  # of tokens as rare here, the one that its tokenizer made first
     words = counts.topk(draft_vocab).indices.sort().values
-    covered = float(counts[words].sum() / counts.sum())
-    print(f"{draft_vocab:,} words are {covered:.1%} of the tokens", file=sys.stderr, flush=True)
+    covered = float(torch.isin(unseen, words).float().mean())
+    print(f"{draft_vocab:,} words are {covered:.1%} of unseen tokens", file=sys.stderr, flush=True)
     table, output = (weight_of(m, lm) for m in (lm.model.get_input_embeddings(), lm.model.get_output_embeddings()))
     scale = torch.cat([text.states for text in texts[:50]]).float().pow(2).mean(0).sqrt().clamp(min=1e-3)
     size = float(torch.cat([text.last for text in texts[:50]]).float().pow(2).mean().sqrt())
@@ -300,43 +304,95 @@ def solved(x: Tensor, y: Tensor) -> Tensor:
     return found
 
 
-def trained(model: kvcli.Model, texts: list[Text], draft_vocab: int, minutes: float, rng: Random) -> tuple[Any, ...]:
-    """The head, its words, and the shares of first choices that were right, by pass, in texts that it did not see."""
-    torch.set_num_threads(1)
-    of = target_of(model.lm, texts, draft_vocab)
-    config = config_of(model.lm, draft_vocab)
-    head = Plain(config)
-    rng.shuffle(texts)
-    held = texts[: max(4, len(texts) // 20)]
-    del texts[: len(held)]
-    with torch.no_grad():
-        begun(head, texts[:150], of)
-    optimizer = torch.optim.AdamW(
-        [p for p in head.parameters() if p.requires_grad], lr=RATE, betas=(0.9, 0.95), weight_decay=0.0
-    )
-    began, step, mean, share = time.process_time(), 0, 0.0, 0.0
-    queue = list[Text]()
-    while share < 1:
-        if step % 50 == 0:
-            with torch.no_grad():
-                right = losses(head, held, of)[1]
-            print(f"step {step}, {share:.0%}, loss {mean:.3f}, right {right}", file=sys.stderr, flush=True)
-        if len(queue) < TOGETHER:
-            queue += rng.sample(texts, len(texts))
-        batch, queue = queue[:TOGETHER], queue[TOGETHER:]
-        for group in optimizer.param_groups:
-            group["lr"] = RATE * min(1, (step + 1) / 30) * (1 - share) ** 0.7
-        loss, _ = losses(head, batch, of)
-        optimizer.zero_grad()
-        loss.backward()
-        nn.utils.clip_grad_norm_(head.parameters(), 0.5)
-        optimizer.step()
-        step, mean = step + 1, loss.item() if not step else 0.95 * mean + 0.05 * loss.item()
-        share = (time.process_time() - began) / (60 * minutes)
-    with torch.no_grad():
-        right = losses(head, held, of)[1]
-        head.fc.weight.data /= of.scale
-    return config, head, of.words, right, step
+@dataclass
+class Training:
+    """A head, its texts, and what they say of it. It goes on from the folder's `state.pt`, if there is one."""
+
+    model: kvcli.Model
+    folder: Path
+    draft_vocab: int
+    rng: Random
+    texts: list[Text] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        held = self.held = written_in(self.folder)[:HELD]
+        self.begins = {begin_of(text) for text in held}
+        self.look()
+        self.config = config_of(self.model.lm, self.draft_vocab)
+        self.of = target_of(self.model.lm, self.texts, held, self.draft_vocab)
+        self.head, self.saved = Plain(self.config), self.folder / "state.pt"
+        self.step, self.spent, self.best = 0, 0.0, 0.0
+        with torch.no_grad():
+            begun(self.head, self.texts[:150], self.of)
+        moved = [p for p in self.head.parameters() if p.requires_grad]
+        self.optimizer = torch.optim.AdamW(moved, lr=RATE, betas=(0.9, 0.95), weight_decay=0.0)
+        if self.saved.exists():
+            state = torch.load(self.saved, weights_only=True)
+            self.head.load_state_dict(state["head"])
+            self.optimizer.load_state_dict(state["optimizer"])
+            self.step, self.spent, self.best = state["step"], state["spent"], state["best"]
+            self.of.words, self.of.scale, self.of.size = state["words"], state["scale"], state["size"]
+            self.of.output = self.head.lm_head.weight.data
+
+    def look(self) -> None:
+        """Read what has been written by now, without answers that begin as those held out."""
+        self.texts = [text for text in written_in(self.folder)[HELD:] if begin_of(text) not in self.begins]
+
+    def batches(self) -> Iterator[list[Text]]:
+        """Steps of texts of about equal length, without end."""
+        while True:
+            self.look()
+            self.rng.shuffle(self.texts)
+            for at in range(0, len(self.texts), POOL):
+                pool = sorted(self.texts[at : at + POOL], key=lambda text: len(text.ids), reverse=True)
+                found = list[list[Text]]()
+                while pool:
+                    n = max(1, ROWS // len(pool[0].ids))
+                    found.append(pool[:n])
+                    pool = pool[n:]
+                self.rng.shuffle(found)
+                yield from found
+
+    def run(self, minutes: float) -> None:
+        """Train until so much time was spent in all."""
+        began, mean, said = time.monotonic() - self.spent, 0.0, -math.inf
+        for batch in self.batches():
+            self.spent = time.monotonic() - began
+            share = self.spent / (60 * minutes)
+            if share >= 1 or self.spent - said > LOOK:
+                right = self.right()
+                line = f"{time.strftime('%T')} step {self.step}, {share:.0%}, loss {mean:.3f}, right {right}"
+                print(line, f"of {sum(len(t.ids) for t in self.texts):,} tokens", file=sys.stderr, flush=True)
+                said = self.spent = time.monotonic() - began
+                if right[0] >= self.best:
+                    self.best = right[0]
+                    save(self.folder, self.config, self.head, self.of, self.model.lm.vocab)
+                state = {"head": self.head.state_dict(), "optimizer": self.optimizer.state_dict()}
+                state |= {"step": self.step, "spent": self.spent, "best": self.best}
+                torch.save({**state, "words": self.of.words, "scale": self.of.scale, "size": self.of.size}, self.saved)
+            if share >= 1:
+                return
+            for group in self.optimizer.param_groups:
+                group["lr"] = RATE * min(1, (self.step + 1) / 30) * (1 - share)
+            loss, _ = losses(self.head, batch, self.of, UNROLLED if share > ALONE else 1)
+            self.head.zero_grad()
+            loss.backward()
+            nn.utils.clip_grad_norm_(self.head.parameters(), 1.0)
+            self.optimizer.step()
+            self.step, mean = self.step + 1, loss.item() if not mean else 0.95 * mean + 0.05 * loss.item()
+
+    def right(self) -> list[float]:
+        """By pass, the share of rows of the held-out texts whose first choice is the model's."""
+        with torch.no_grad():
+            return losses(self.head, self.held, self.of, UNROLLED)[1]
+
+
+def written_in(folder: Path) -> list[Text]:
+    return [text for part in sorted(folder.glob("texts/*.pt")) for text in torch.load(part, weights_only=False)]
+
+
+def begin_of(text: Text) -> tuple[int, ...]:
+    return tuple(text.ids[:12].tolist())
 
 
 def weight_of(module: Any, lm: LM) -> Tensor:
@@ -348,9 +404,9 @@ def weight_of(module: Any, lm: LM) -> Tensor:
         return module(eye).float().T.contiguous().clone()
 
 
-def losses(head: Plain, batch: Sequence[Text], of: Target) -> tuple[Tensor, list[float]]:
+def losses(head: Plain, batch: Sequence[Text], of: Target, passes: int) -> tuple[Tensor, list[float]]:
     """The loss, and by pass the share of rows whose first choice is the model's."""
-    total, right, counted = torch.zeros(()), [0.0] * UNROLLED, [0.0] * UNROLLED
+    total, right, counted = torch.zeros(()), [0.0] * passes, [0.0] * passes
     n = max(len(text.ids) for text in batch)
     states = torch.stack([F.pad(t.states, (0, 0, 0, n - len(t.ids))) for t in batch]).float() / of.scale
     last = torch.stack([F.pad(t.last, (0, 0, 0, n - len(t.ids))) for t in batch]).float()
@@ -361,7 +417,7 @@ def losses(head: Plain, batch: Sequence[Text], of: Target) -> tuple[Tensor, list
     with torch.no_grad():
         wanted = (last @ of.output.T).log_softmax(-1)
         best, wanted = wanted.argmax(-1), wanted.exp_()
-    for step, gave in enumerate(head.unrolled(embedded, hidden, UNROLLED)):
+    for step, gave in enumerate(head.unrolled(embedded, hidden, passes)):
         counts = is_real.clone()
         counts[:, : step + 1] = False
         said = head.lm_head(head.norm(gave[counts])).log_softmax(-1)
@@ -372,12 +428,12 @@ def losses(head: Plain, batch: Sequence[Text], of: Target) -> tuple[Tensor, list
     return total, [round(a / b, 3) for a, b in zip(right, counted, strict=True)]
 
 
-def save(folder: Path, config: dict[str, Any], head: Plain, words: Tensor, vocab: int) -> None:
+def save(folder: Path, config: dict[str, Any], head: Plain, of: Target, vocab: int) -> None:
     """As published checkpoints are: `d2t` is the distance of a word's id in the model's vocabulary."""
-    folder.mkdir(parents=True, exist_ok=True)
-    knows = torch.zeros(vocab, dtype=torch.bool)
+    knows, words = torch.zeros(vocab, dtype=torch.bool), of.words
     knows[words] = True
     tensors = {name: p.detach().bfloat16().contiguous() for name, p in head.named_parameters()}
+    tensors["fc.weight"] = (head.fc.weight.detach() / of.scale).bfloat16()
     save_file({**tensors, "d2t": words - torch.arange(len(words)), "t2d": knows}, folder / "model.safetensors")
     (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")
 
@@ -386,25 +442,28 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("folder", type=Path)
     parser.add_argument("--model", default="smollm2-135m")
-    parser.add_argument("--tokens", type=int, default=60_000)
-    parser.add_argument("--minutes", type=float, default=15, help="of CPU time, for training")
+    parser.add_argument("--tokens", type=int, default=60_000, help="that the model writes, if FOLDER has no texts")
+    parser.add_argument("--part", type=int, default=0, help="another one writes further texts")
+    parser.add_argument("--minutes", type=float, default=15, help="of training in all; 0 = only write texts")
     parser.add_argument("--draft-vocab", type=int, default=8192)
     asked = parser.parse_args()
+    torch.set_num_threads(1)
     torch.manual_seed(0)
-    rng, began = Random(0), time.perf_counter()
-    model = kvcli.load(asked.model, profile="exact")
-    saved = asked.folder / "texts.pt"
-    texts = torch.load(saved, weights_only=False) if saved.exists() else [*texts_of(model, asked.tokens, rng)]
-    if not saved.exists():
-        asked.folder.mkdir(parents=True, exist_ok=True)
-        torch.save(texts, saved)
-    read = time.perf_counter() - began
+    model, texts = kvcli.load(asked.model, profile="exact"), asked.folder / "texts"
+    texts.mkdir(parents=True, exist_ok=True)
+    if not [*texts.glob(f"{asked.part}-*.pt")]:
+        for i, batch in enumerate(texts_of(model, asked.tokens, Random(asked.part))):
+            torch.save(batch, texts / "unfinished")
+            (texts / "unfinished").rename(texts / f"{asked.part}-{i:03}.pt")  # a run may be training already
+    writing = time.process_time()
+    if not asked.minutes:
+        return
+    training = Training(model, asked.folder, asked.draft_vocab, Random(0))
     with torch.enable_grad():
-        config, head, words, right, steps = trained(model, texts, asked.draft_vocab, asked.minutes, rng)
-    save(asked.folder, config, head, words, model.lm.vocab)
-    figures = {"model": asked.model, "tokens": sum(len(t.ids) for t in texts), "reading_s": round(read)}
+        training.run(asked.minutes)
+    figures = {"model": asked.model, "tokens": sum(len(t.ids) for t in training.texts), "writing_s": round(writing)}
     size = (asked.folder / "model.safetensors").stat().st_size
-    print(json.dumps({**figures, "steps": steps, "right_by_pass": right, "bytes": size}))
+    print(json.dumps({**figures, "steps": training.step, "right_by_pass": training.right(), "bytes": size}))
 
 
 if __name__ == "__main__":

@@ -17,14 +17,14 @@ from kvcli.commands.common.flags import profile_flags
 from kvcli.commands.common.run_setup import Setup
 from kvcli.engine.drafting.drafter import ModelPair
 from kvcli.engine.engine import generate_together, iterate_events, run, run_to_end
-from kvcli.engine.forward_request import ForwardRequest, Rows
+from kvcli.engine.forward_request import LAST_STATE, ForwardRequest, Rows
 from kvcli.engine.hf.lm import LM
 from kvcli.engine.sequence.sampler import Sampler
 from kvcli.engine.stats import Step
 from kvcli.errors import BadModel
 from kvcli.kv.footprint import ModelSizes
 from kvcli.kv.slots import nbytes
-from kvcli.methods.drafts.eagle3_head import Eagle3Head, wrap_head
+from kvcli.methods.drafts.eagle3_head import DirectEagle, Eagle3Head, wrap_head
 from kvcli.methods.drafts.off import Off
 from kvcli.settings.profile import Profile, load_profile
 from tests import drafters, families, make
@@ -96,6 +96,25 @@ def test_drafts_are_those_of_a_plain_forward_pass(family: str) -> None:
         (found,) = run_to_end(head.continue_from([token], [i - 1]))
         alike(found, want[1 + i], words)
     assert head.usage()[0].slots == 23, "drafts are not stored"
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_direct_pass_is_that_of_the_modules_to_the_bit(dtype: torch.dtype) -> None:
+    lm = make.model("llama", dtype, kernels=True)
+    head = wrap_head(lm, *drafters.eagle3_of(lm), id="head")
+    assert type(head.direct_forward) is DirectEagle
+    ids, hidden = families.prompt(7), torch.randn(7, lm.model.config.hidden_size).to(dtype)
+    for want in (None, [2, 6]):
+        both = list[tuple[Tensor, Tensor | None]]()
+        for direct in (head.direct_forward, None):
+            head.direct_forward = direct
+            rows, cache = Rows.chain(ids, 3), make.dense(head)
+            asked = range(7) if want is None else want
+            request = ForwardRequest(head, rows, cache, want=asked, hidden=hidden, record_hidden_states=LAST_STATE)
+            (result,) = run([request])
+            both.append((result.logits, result.hidden))
+            head.direct_forward = direct or DirectEagle(head)
+        assert all(torch.equal(a, b) for a, b in zip(*both, strict=True))
 
 
 def layers_of(lm: LM) -> tuple[int, ...]:

@@ -22,11 +22,16 @@ from transformers.models.llama import modeling_llama as llama
 
 from kvcli.drafts.draft_models.mtp_head import MtpHead
 from kvcli.engine.forward_request import NeededTensors, Passes
-from kvcli.engine.hf.cache_shim import target_hidden_states
+from kvcli.engine.hf.cache_shim import RunningPass, target_hidden_states
+from kvcli.engine.hf.direct_forward import DirectForward, RopeTable
 from kvcli.engine.hf.lm import LM
 from kvcli.engine.hf.model_probe import quiet
 from kvcli.engine.loading.open_lm import capture_like, install_kernels, wrap_lm
 from kvcli.errors import BadModel
+from kvcli.kernels.decoder_layer import Layer, after
+from kvcli.kernels.gated_mlp import NativeMlp, product_of
+from kvcli.kernels.rms_norm import NativeNorm, Norm
+from kvcli.kv.slots import AttentionParams
 from kvcli.models.family import read_config, unreadable
 from kvcli.models.refusals import blame_files
 from kvcli.models.source import Source
@@ -113,6 +118,48 @@ class Eagle3(PreTrainedModel):  # type: ignore[misc]
         return CausalLMOutput(logits=self.says(x if logits_to_keep is None else x[:, logits_to_keep]))
 
 
+class DirectEagle(DirectForward):
+    """The head's pass on a CPU without calls of modules, which take longer than what they compute: equal to the bit."""
+
+    def __init__(self, head: LM) -> None:
+        eagle, layer = head.model, head.model.midlayer
+        self._rotary = RopeTable(eagle.rotary, torch.empty(0, dtype=head.dtype))
+        super().__init__(eagle.embeds, self._rotary, (), eagle.says.norm.forward, eagle.says.lm_head)
+        attn, mlp = layer.self_attn, layer.mlp.forward
+        self._norms = layer.input_layernorm.forward, layer.hidden_norm.forward
+        self._qkv, self._params = (attn.q_proj, attn.k_proj, attn.v_proj), AttentionParams(attn.scaling)
+        products, self._keeps = zip(*map(product_of, (*self._qkv, attn.o_proj)), strict=True)
+        norm, empty = layer.post_attention_layernorm.forward, Norm()  # the first states the width of a row
+        self._native = Layer(norm.norm, norm.norm, *[empty] * 4, *products, mlp.mlp, attn.head_dim)
+        self._after = norm, mlp  # they own its memory
+
+    @staticmethod
+    def serves(head: LM) -> bool:
+        """True if the modules of this head run by native kernels."""
+        layer = head.model.midlayer
+        norms = layer.input_layernorm, layer.hidden_norm, layer.post_attention_layernorm, head.model.says.norm
+        kinds = {type(vars(module).get("forward")) for module in (layer.mlp, *norms)}
+        return kinds == {NativeMlp, NativeNorm}
+
+    def __call__(
+        self, ids: Any, pos: Any, want: Any, its_pass: RunningPass, layers: Any = None, hidden: Tensor | None = None
+    ) -> Tensor:
+        """Return logits as `DirectForward` does. `hidden` [N, E]: the states beside the embedded tokens."""
+        with torch.inference_mode():
+            embedded = self._embedded(ids)
+            x = torch.zeros_like(embedded) if hidden is None else hidden
+            both = torch.cat([norm(of) for norm, of in zip(self._norms, (embedded, x), strict=True)], -1)
+            d = self._native.D
+            q, k, v = (part.forward(both).view(len(both), -1, d).transpose(0, 1) for part in self._qkv)
+            q, k = llama.apply_rotary_pos_emb(q, k, *self._rotary(pos), unsqueeze_dim=0)
+            x = after(self._native, x, its_pass.attend(0, q, k, v, self._params, None).transpose(0, 1))
+            x = x if want is None else x[want]
+            if its_pass.shows:
+                its_pass.hidden_states[-1] = x
+            logits: Tensor = self._head.forward(self._norm(x))
+        return logits
+
+
 class Eagle3Head(MtpHead):
     """Draft head that fuses three hidden states of each accepted token, and knows a part of the vocabulary."""
 
@@ -190,6 +237,8 @@ def wrap_head(target: LM, config: Any, tensors: dict[str, Tensor], **about: Any)
     model.rotary, model.layers_read, model.words = llama.LlamaRotaryEmbedding(config), layers, ids.tolist()
     head = wrap_lm(model.to(target.device), device=target.device, **about)
     install_kernels(head)
+    if DirectEagle.serves(head):
+        head.direct_forward = DirectEagle(head)
     return capture_like(head, target)
 
 

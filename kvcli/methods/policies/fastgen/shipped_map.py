@@ -1,4 +1,4 @@
-"""Head maps that ship with kvcli, now one for the bundled model.
+"""Head maps that ship with kvcli, for the bundled model and SmolLM2-135M.
 
 A file of `headmaps/` is the `profile.json` of `kvcli profile-heads MODEL --probe ablate --context 1k`, renamed after
 its model. It is used for the weight files that it names by their hash, and for no others.
