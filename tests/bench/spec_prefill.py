@@ -1,6 +1,6 @@
 """A small model chooses the tokens of a prompt that a large one reads: what it saves, and what it costs in answers.
 
-    python tests/bench/spec_prefill.py [--model demo] [--draft demo] [--tokens 1024] [--n 4] [--shares 0.5,0.3,0.1]
+    python tests/bench/spec_prefill.py [--model demo] [--draft demo-small] [--tokens 1024] [--n 4] [--shares 0.5,0.3,0.1]
 
 SpecPrefill (Liu et al., 2025, arXiv 2502.02789): a draft model of the same vocabulary reads the prompt and writes a few
 tokens. Each row, that of the last token of the prompt and those of the tokens it writes, attends to the prompt. The
@@ -11,8 +11,9 @@ at their own positions, up to a share of the prompt, and nothing else.
 Sides of each share: `draft` is that, `draft, guarded` keeps the first 4 and the newest 64 tokens beside it within the
 same share, `lots` draws the chunks instead, `lazy` is LazyLLM with one cut, early enough for the same share as a mean
 over layers (none where a layer alone is more than that), with the guard and the scores of profile `lazy`, which stands
-beside them as it is. `--model demo-wide` is the demo at the cost of 150M parameters (tests/bench/widened.py): a draft
-model that knows all that the large one knows. A model that drafts for itself shows the same of another, and no speed.
+beside them as it is. `--model demo-wide` is the demo at the cost of 150M parameters (tests/bench/widened.py): what is
+right is the demo's, what it takes is a larger model's. Profile `lazy` judges by layers that are random there. A model
+that chooses for itself (`--draft` the same) shows how well such choices can be, and no speed.
 
 Greedy, without drafts, sides by turns. "kept" counts the rows that layers of the large model were given. "expected" is
 1 / (kept + cost of a draft row), by the numbers of their layers, without attention and without the tokens written; a
@@ -170,7 +171,7 @@ def numbers(lm: Any) -> int:
 @measurement("{model}, {tokens:,} tokens chosen by {draft}: lookups right, and times the speed of reading everything")
 def spec_prefill(
     model: str = "demo",
-    draft: str = "demo",
+    draft: str = "demo-small",
     tokens: int = 1024,
     n: Annotated[int, "lookups of a kind"] = 4,
     shares: Floats = (0.5, 0.3, 0.1),
