@@ -1,6 +1,6 @@
 """A small model chooses the tokens of a prompt that a large one reads: what it saves, and what it costs in answers.
 
-    python tests/bench/spec_prefill.py [--model demo] [--draft demo-small] [--tokens 1024] [--n 4] [--shares 0.5,0.3,0.1]
+    python tests/bench/spec_prefill.py [--model demo] [--draft demo-small] [--tokens 1024] [--shares 0.5,0.3,0.1]
 
 SpecPrefill (Liu et al., 2025, arXiv 2502.02789): a draft model of the same vocabulary reads the prompt and writes a few
 tokens. Each row, that of the last token of the prompt and those of the tokens it writes, attends to the prompt. The
