@@ -110,7 +110,7 @@ def test_published_methods_are_counted_as_their_table_says():
     page = (ROOT / "docs" / "design" / "methods.md").read_text(encoding="utf-8")
     n = [len(re.findall(rf"^\| [^|]+ \| {state} \|", page, re.MULTILINE)) for state in ("built", "differs", "declined")]
     assert f"{n[0]} built, {n[1]} differ, {n[2]} declined" in page
-    assert sum(n) == 71
+    assert sum(n) == 72
 
 
 def _name(page: Path) -> str:

@@ -72,6 +72,10 @@ RESULTS = {
     "prune": f"python tests/bench/prune.py --model {LISTED} --tokens 600 --min-prompt 256 --n 2 --kinds lookup --hf 0"
     " --budgets lazy-paper,lazy"
     " --sides lazy+random+lazy-paper:static+lazy-paper:compressed+lazy:lazy-back+lazy:lazy-peakof5",
+    "spec-prefill": "python tests/bench/spec_prefill.py --model demo-wide --n 2 --sides draft --times",
+    "spec-prefill-demo": "python tests/bench/spec_prefill.py --n 8",
+    "spec-prefill-smollm2": f"python tests/bench/spec_prefill.py --model {LISTED} --draft {LISTED} --tokens 600 --n 2"
+    " --sides draft,lots,lazy",
     "paper-profiles": f"python tests/bench/paper_profiles.py --model {LISTED} --only texts",
     "lookahead-rows": f"python tests/bench/lookahead_rows.py --model {LISTED} --only times",
     "prompt-segments": "python tests/bench/prompt_segments.py --model demo --only answers --tokens 2048 --n 8",
