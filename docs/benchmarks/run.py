@@ -76,7 +76,7 @@ RESULTS = {
     "spec-prefill-demo": "python tests/bench/spec_prefill.py --n 8",
     "spec-prefill-smollm2": f"python tests/bench/spec_prefill.py --model {LISTED} --draft {LISTED} --tokens 600 --n 2"
     " --sides draft,lots,lazy",
-    "paper-profiles": f"python tests/bench/paper_profiles.py --model {LISTED} --only texts",
+    "paper-profiles": f"python tests/bench/paper_profiles.py --model {LISTED} --n 3",
     "lookahead-rows": f"python tests/bench/lookahead_rows.py --model {LISTED} --only times",
     "prompt-segments": "python tests/bench/prompt_segments.py --model demo --only answers --tokens 2048 --n 8",
     "retrieval-heads": "python tests/bench/retrieval_heads.py",
