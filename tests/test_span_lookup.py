@@ -163,7 +163,7 @@ def test_a_block_that_is_no_longer_what_it_was_is_read(lm: LM, tmp_path: Path, h
     s, t = one.cache.slots(0), plain.cache.slots(0)
     assert torch.equal(s.pos, t.pos)
     assert torch.equal(s.v, t.v)
-    assert path.exists() == (how == "closed")
+    assert path.exists() == (how in {"closed", "layers"})  # a whole file may be another process's
 
 
 def test_names_that_do_not_fit_and_tokens_of_no_vocabulary_are_passed_over(lm: LM, tmp_path: Path) -> None:
