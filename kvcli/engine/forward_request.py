@@ -99,9 +99,8 @@ class Draft:
     ids: Sequence[int]
     parent: list[int]
     lookahead: LookaheadRows | None = None
-    needs: NeededTensors = field(
-        default_factory=NeededTensors
-    )  # tensors to return, in `Step.queries` and `Step.hidden`
+    # tensors to return, in `Step.queries` and `Step.hidden`
+    needs: NeededTensors = field(default_factory=NeededTensors)
     ahead: int = 0  # without draft tokens: one-row passes to come, which a captured pass may start early
     choices: Sequence[Choice] = ()  # draft tokens after `ids`, by reference; then without lookahead rows
 

@@ -78,9 +78,8 @@ class Step:
     path: list[int]  # accepted rows, row 0 first
     new: list[int]  # tokens added to the sequence
     seconds: float  # wall time from proposal to commit; in the step that `step` returns, to its end
-    hook_output: Callable[[int], list[float]] = (
-        lambda row: []
-    )  # output of the drafter's logits hook, by row of `logits`
+    # output of the drafter's logits hook, by row of `logits`
+    hook_output: Callable[[int], list[float]] = lambda row: []
     queries: Sequence[Tensor] = ()  # per layer [H, tree, D], if the draft needs them
     hidden: Tensor | None = None  # [len(rows.want), E] by row of `logits`, after the last norm, if the draft needs them
     company: Company | None = None  # what shared the pass; None = nothing, so that `seconds` is its time
