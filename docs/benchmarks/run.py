@@ -36,6 +36,8 @@ RESULTS = {
     "smollm2-4k": f"{REAL} --ctx 4k --workload manual",
     "beside-packed-2": "python tests/bench/beside.py --kinds int8,int4 --prompts 512,4096 --threads 2",
     "together": "python tests/bench/together.py",
+    "forks": "python tests/bench/forks.py",
+    "forks-smollm2": f"python tests/bench/forks.py --model {LISTED} --task documents",
     "hybrid": "python tests/bench/hybrid.py",
     "ngram-replay": f"python tests/bench/ngram_replay.py --model {LISTED}",
     "fit": "python tests/bench/fit.py",

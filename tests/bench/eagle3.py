@@ -364,22 +364,32 @@ class Training:
                 line = f"{time.strftime('%T')} step {self.step}, {share:.0%}, loss {mean:.3f}, right {right}"
                 print(line, f"of {sum(len(t.ids) for t in self.texts):,} tokens", file=sys.stderr, flush=True)
                 said = self.spent = time.monotonic() - began
-                if right[0] >= self.best:
-                    self.best = right[0]
-                    save(self.folder, self.config, self.head, self.of, self.model.lm.vocab)
-                state = {"head": self.head.state_dict(), "optimizer": self.optimizer.state_dict()}
-                state |= {"step": self.step, "spent": self.spent, "best": self.best}
-                torch.save({**state, "words": self.of.words, "scale": self.of.scale, "size": self.of.size}, self.saved)
+                self.keep(right[0])
             if share >= 1:
                 return
-            for group in self.optimizer.param_groups:
-                group["lr"] = RATE * min(1, (self.step + 1) / 30) * (1 - share)
-            loss, _ = losses(self.head, batch, self.of, UNROLLED if share > ALONE else 1)
-            self.head.zero_grad()
-            loss.backward()
-            nn.utils.clip_grad_norm_(self.head.parameters(), 1.0)
-            self.optimizer.step()
-            self.step, mean = self.step + 1, loss.item() if not mean else 0.95 * mean + 0.05 * loss.item()
+            loss = self.learn(batch, share)
+            mean = loss if not mean else 0.95 * mean + 0.05 * loss
+
+    def keep(self, right: float) -> None:
+        """Save the head if no other was better on the held-out texts, and what training goes on from."""
+        if right >= self.best:
+            self.best = right
+            save(self.folder, self.config, self.head, self.of, self.model.lm.vocab)
+        state = {"head": self.head.state_dict(), "optimizer": self.optimizer.state_dict()}
+        state |= {"step": self.step, "spent": self.spent, "best": self.best}
+        torch.save({**state, "words": self.of.words, "scale": self.of.scale, "size": self.of.size}, self.saved)
+
+    def learn(self, batch: Sequence[Text], share: float) -> float:
+        """Make one step of training, of which `share` has passed, and return its loss."""
+        for group in self.optimizer.param_groups:
+            group["lr"] = RATE * min(1, (self.step + 1) / 30) * (1 - share)
+        loss, _ = losses(self.head, batch, self.of, UNROLLED if share > ALONE else 1)
+        self.head.zero_grad()
+        loss.backward()
+        nn.utils.clip_grad_norm_(self.head.parameters(), 1.0)
+        self.optimizer.step()
+        self.step += 1
+        return loss.item()
 
     def right(self) -> list[float]:
         """By pass, the share of rows of the held-out texts whose first choice is the model's."""
