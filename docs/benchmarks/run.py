@@ -38,7 +38,6 @@ RESULTS = {
     "together": "python tests/bench/together.py",
     "forks": "python tests/bench/forks.py",
     "forks-smollm2": f"python tests/bench/forks.py --model {LISTED} --task documents",
-    "ragged": "python tests/bench/ragged.py",
     "ragged-smollm2": f"python tests/bench/ragged.py --model {LISTED} --contexts 16,1024 --reps 11",
     "hybrid": "python tests/bench/hybrid.py",
     "ngram-replay": f"python tests/bench/ngram_replay.py --model {LISTED}",
