@@ -12,7 +12,6 @@ from kvcli.settings.schema import Range
 
 if TYPE_CHECKING:
     from kvcli.engine.hf.lm import LM
-    from kvcli.methods.prune.pruned_prefill import PrunedPrefill
 
 
 @dataclass(frozen=True)
@@ -55,12 +54,6 @@ class Schedule(PruneSettings):
         why = "because the layer below must attend to the whole text"
         moved = f" (not {', '.join(map(str, sorted(wanted)))}, {why})" if wanted != set(cuts) else ""
         return f"of a prompt{self._long} {shares}{moved}; {self.always}"
-
-    def companion(self, lm: LM) -> PrunedPrefill:
-        """Return the companion of a sequence that prunes its prompts."""
-        from kvcli.methods.prune.pruned_prefill import PrunedPrefill
-
-        return PrunedPrefill(lm, self)
 
     def cuts(self, lm: LM) -> Mapping[int, float]:
         """Return the share of tokens that continue, by pruning layer. A scheduled layer is replaced by the nearest one
