@@ -206,7 +206,8 @@ def spec_prefill(
                 makers[f"{side} {share}"] = partial(answered, pruned(whole, table))
     if times:  # the first reading of either model does not count
         short = replace(prompts[0], ids=prompts[0].ids[-WARM:])
-        for make in (makers["exact"], partial(by_draft, whole, judge, share=0.5, side="draft")):
+        own = [make for side, make in makers.items() if side == "exact" or side.startswith("method")]
+        for make in (*own, partial(by_draft, whole, judge, share=0.5, side="draft")):
             make(short)
     found: dict[str, list[Took]] = {side: [] for side in makers}
     for i, one in enumerate(prompts):
