@@ -258,18 +258,12 @@ def session(
     if costs:
         drafter.expect(costs)
     return GenerationSession(
-        lm,
-        kv,
-        drafter,
-        sampler(lm, profile),
-        view=view(lm, kv, drafter),
+        lm, kv, drafter, sampler(lm, profile), view=view(lm, kv, drafter), chunk=chunk(lm, profile),
         policy=policy(lm, profile) if profile.policy.compression_interval is not None else None,
-        chunk=chunk(lm, profile),
-        every=compression_interval(profile),
-        companions=companions(pair, profile),
+        every=compression_interval(profile), companions=companions(pair, profile),
         kinds=torch.frombuffer(bytearray(kinds), dtype=torch.int8) if kinds else None,
         checkpoints=profile.memory.checkpoints,
-    )
+    )  # fmt: skip
 
 
 def companions(pair: ModelPair, profile: Profile) -> list[Companion]:
