@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from kvcli.engine.prefill.layerwise import ActiveRows, Pruner
     from kvcli.engine.sequence.session import GenerationSession
     from kvcli.kv.slots import KVCache
+    from kvcli.methods.prune.pruned_prefill import PrunedPrefill
 
 
 @dataclass(frozen=True)
@@ -64,6 +65,12 @@ class SingleCut(PruneSettings):
     def at(self, lm: LM) -> int:
         """Return the first layer run with fewer tokens."""
         return nearest(below_all(lm), self.layer * lm.n_layers)
+
+    def companion(self, pair: ModelPair) -> PrunedPrefill:
+        """Return the companion of a sequence that prunes its prompts."""
+        from kvcli.methods.prune.pruned_prefill import PrunedPrefill
+
+        return PrunedPrefill(pair, self)
 
     def bind(self, pair: ModelPair, text: GenerationSession, rows: Rows, must: set[int]) -> Passes[Pruner | None]:
         """Return the pruner, or None for a short prompt. Raises BadModel if no layer can score tokens."""

@@ -17,7 +17,6 @@ if TYPE_CHECKING:
     from kvcli.engine.policy.policy import ProtectedTokens
     from kvcli.engine.prefill.layerwise import Pruner
     from kvcli.engine.sequence.session import GenerationSession
-    from kvcli.methods.prune.pruned_prefill import PrunedPrefill
 
 
 @dataclass(frozen=True)
@@ -50,12 +49,6 @@ class PruneSettings:
     def describe(self, lm: LM) -> str:
         """Describe the effect on prompts of this model, in words. Raises BadModel if the model is not supported."""
         raise NotImplementedError
-
-    def companion(self, pair: ModelPair) -> PrunedPrefill:
-        """Return the companion of a sequence that prunes its prompts."""
-        from kvcli.methods.prune.pruned_prefill import PrunedPrefill
-
-        return PrunedPrefill(pair, self)
 
     def bind(
         self, pair: ModelPair, text: GenerationSession, rows: Rows, must: set[int]

@@ -75,12 +75,14 @@ class SpecPrefill(PruneSettings):
 
     def companion(self, pair: ModelPair) -> PrunedPrefill:
         """Return the companion of a sequence whose prompts are read in part. Raises BadConfig for another tokenizer."""
+        from kvcli.methods.prune.pruned_prefill import PrunedPrefill
+
         if pair.spelling is not None:
             said = f"prune.model = {self.model} has another tokenizer than {pair.target.info.id}"
             raise BadConfig(
                 said, code="other_tokenizer", try_=["kvcli models show MODEL lists models that share it", OFF]
             )
-        return super().companion(pair)
+        return PrunedPrefill(pair, self)
 
     def bind(self, pair: ModelPair, text: GenerationSession, rows: Rows, must: set[int]) -> Passes[Pruner | None]:
         """Return the pruner, or None for a short prompt. Raises ContextOverflow if the draft model reads less."""
