@@ -1,10 +1,8 @@
 """A small model chooses the chunks of a prompt that the large one reads: SpecPrefill (Liu et al., arXiv 2502.02789).
 
-The prompt's last token, and tokens that the draft model writes after it, attend to the prompt. In each head the
-attention is averaged over neighbours; the highest of any head of any layer, as a mean over these rows, is a token's
-score. The large model reads chosen tokens through all layers at their own positions, and no others.
-
-The draft model reads the whole text for each prompt, so its choice depends on nothing else. None of its KV stays.
+A token's score is the attention of the prompt's last token, and of tokens that the draft model writes after it, as a
+mean: the highest of any head of any layer, each averaged over neighbours. Chosen tokens keep their positions. The draft
+model reads the whole text for each prompt, so that its choice depends on nothing else, and none of its KV stays.
 """
 
 from __future__ import annotations
@@ -70,7 +68,6 @@ class SpecPrefill(PruneSettings):
 
     def draft_footprint(self, n: int, of: ModelSizes) -> Footprint:
         """Return the footprint of the draft model while it reads: KV of all tokens, recurrent states of two passes."""
-        n = n if n >= self.min_prompt else 0
         return Footprint(n, n, beside=2 * of.state, chunk=PART, rows=1, captured=(1,))
 
     def companion(self, pair: ModelPair) -> PrunedPrefill:
@@ -79,9 +76,7 @@ class SpecPrefill(PruneSettings):
 
         if pair.spelling is not None:
             said = f"prune.model = {self.model} has another tokenizer than {pair.target.info.id}"
-            raise BadConfig(
-                said, code="other_tokenizer", try_=["kvcli models show MODEL lists models that share it", OFF]
-            )
+            raise BadConfig(said, code="other_tokenizer", try_=["kvcli models show MODEL lists others", OFF])
         return PrunedPrefill(pair, self)
 
     def bind(self, pair: ModelPair, text: GenerationSession, rows: Rows, must: set[int]) -> Passes[Pruner | None]:
