@@ -121,14 +121,13 @@ def exactness_label(lm: LM, profile: Profile) -> str:
 
 def refuse_across_ranks(lm: LM, profile: Profile) -> None:
     """Raise BadConfig for methods that need all heads in one process, if the model is split over several."""
-    second = profile.spec.second
     wrong = {
         f"policy.name = {profile.policy.method}": not profile.policy.splits_heads,
         f"kv_format.method = {profile.kv_format.method}": not profile.kv_format.splits_heads,
         f"reuse.method = {profile.reuse.method}": profile.reuse.describe_reused,
-        f"reasoning_steps.method = {profile.reasoning_steps.method}": profile.reasoning_steps.second is not None,
+        f"reasoning_steps.method = {profile.reasoning_steps.method}": "reasoning_steps" in profile.second_models,
         f"spec.method = {profile.spec.method}": profile.spec.method == "mtp"
-        or (second is not None and second.head != ""),
+        or (profile.second is not None and profile.second.head != ""),
     }
     if found := [name for name, applies in wrong.items() if applies and lm.ranks.n > 1]:
         raise BadConfig(
@@ -242,8 +241,8 @@ def session(
     """Return an empty session of `lm` with the settings of the profile.
 
     `costs`: pass times on this machine, as the drafter's initial values; they never change the text. `kinds`: the kind
-    of each id (kvcli.chat.transcript), for policies; None = all are text. `pair`: the model and the draft model that
-    `[spec]` names.
+    of each id (kvcli.chat.transcript), for policies; None = all are text. `pair`: the model and the one that
+    methods use beside it; None = none does.
     """
     import torch
 
@@ -254,32 +253,26 @@ def session(
     refuse_across_ranks(lm, profile)
     if profile.context.on_overflow == "compress":
         rotaries(lm)  # raises here, not when the context window is full
-    kv = store(lm, profile)
-    drafter: Drafter = profile.spec.drafter(lm.stop_ids, pair or ModelPair(lm, lm))
+    kv, pair = store(lm, profile), pair or ModelPair(lm, lm)
+    drafter: Drafter = profile.spec.drafter(lm.stop_ids, pair)
     if costs:
         drafter.expect(costs)
     return GenerationSession(
-        lm,
-        kv,
-        drafter,
-        sampler(lm, profile),
-        view=view(lm, kv, drafter),
+        lm, kv, drafter, sampler(lm, profile), view=view(lm, kv, drafter), chunk=chunk(lm, profile),
         policy=policy(lm, profile) if profile.policy.compression_interval is not None else None,
-        chunk=chunk(lm, profile),
-        every=compression_interval(profile),
-        companions=companions(lm, profile),
+        every=compression_interval(profile), companions=companions(pair, profile),
         kinds=torch.frombuffer(bytearray(kinds), dtype=torch.int8) if kinds else None,
         checkpoints=profile.memory.checkpoints,
-    )
+    )  # fmt: skip
 
 
-def companions(lm: LM, profile: Profile) -> list[Companion]:
+def companions(pair: ModelPair, profile: Profile) -> list[Companion]:
     """Return the companions of a sequence that the profile's methods need, in the order of their effects."""
     from kvcli.engine.prefill.layer_by_layer import LayerByLayer
 
-    made = [of.companion(lm) for of in (profile.reuse, profile.prune, profile.sparse)]
+    made = [of.companion(pair) for of in (profile.reuse, profile.prune, profile.sparse)]
     by_layers = profile.prefill.order == "layers" and not profile.prune.describe_read
-    return [*(one for one in made if one is not None), *([LayerByLayer(lm)] if by_layers else [])]
+    return [*(one for one in made if one is not None), *([LayerByLayer(pair.target)] if by_layers else [])]
 
 
 def policy(lm: LM, profile: Profile) -> Policy:

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from kvcli.assemble import view
-from kvcli.engine.drafting.drafter import Drafter
+from kvcli.engine.drafting.drafter import Drafter, ModelPair
 from kvcli.engine.hf.lm import LM
 from kvcli.engine.hf.rope import rotaries
 from kvcli.engine.loading.open_lm import install_kernels, wrap_lm
@@ -95,12 +95,12 @@ def session(
 ) -> GenerationSession:
     """An empty session: over a dense cache, without drafts, greedy, and with the view that the drafter asks for.
 
-    `reusing`, `pruning`: settings of methods; `by_layers`: layer-wise prefill.
+    `reusing`, `pruning`: settings of methods; `pair`: the models that they get; `by_layers`: layer-wise prefill.
     """
     kv, drafter = dense(lm) if kv is None else kv, Off() if drafter is None else drafter
-    methods = [options.pop(name, None) for name in ("reusing", "pruning")]
+    methods, pair = [options.pop(name, None) for name in ("reusing", "pruning")], options.pop("pair", ModelPair(lm, lm))
     by_layers = options.pop("by_layers", False) and methods[1] is None
-    companions = [*(of.companion(lm) for of in methods if of is not None), *([LayerByLayer(lm)] if by_layers else [])]
+    companions = [*(of.companion(pair) for of in methods if of is not None), *([LayerByLayer(lm)] if by_layers else [])]
     companions += options.pop("companions", [])
     options = {"view": view(lm, kv, drafter), **options}
     return GenerationSession(lm, kv, drafter, sampler or Sampler(), companions=companions, **options)

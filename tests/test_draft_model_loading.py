@@ -101,7 +101,7 @@ def test_one_that_cannot_be_loaded_for_want_of_memory_or_by_a_fault_is_done_with
     ):
         assert model.profile.spec.method == "off"
         why = "out of memory" if isinstance(fault, MemoryError) else "RuntimeError: broken"
-        assert f"no drafting: draft model demo cannot be loaded: {why}" in model.cautions
+        assert f"spec.method is off: draft model demo cannot be loaded: {why}" in model.cautions
         assert model.drafts_by == ""
         assert model.generate(PROMPT, max_new_tokens=20).ids == plain.generate(PROMPT, max_new_tokens=20).ids
 

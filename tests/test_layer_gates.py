@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
+from kvcli.engine.drafting.drafter import ModelPair
 from kvcli.engine.engine import Engine, generate_together, run, run_to_end
 from kvcli.engine.forward import ForwardPass
 from kvcli.engine.forward_request import ForwardRequest, ForwardResult, Passes, Rows
@@ -158,7 +159,7 @@ def test_rows_that_stop_are_rows_hidden_by_a_mask(name: str, name_of_plan: str, 
 def test_rows_that_go_on_later_are_rows_that_others_did_not_see(name: str) -> None:
     """They see all that is older, and are seen from then on."""
     model, by = lm(name), plan()
-    kv, behind = past(model, 20), Anywhere(scope="prefill+decode").companion(model)
+    kv, behind = past(model, 20), Anywhere(scope="prefill+decode").companion(ModelPair(model, model))
     assert isinstance(behind, AuxCache)
     ids = [*families.prompt(20, seed=3), *families.prompt(N)]
     masked = hidden(ForwardRequest(model, Rows.chain(ids[20:], 20), past(model, 20)), by)

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 
+from kvcli.engine.drafting.drafter import ModelPair
 from kvcli.engine.engine import Engine, iterate_events, run, run_to_end
 from kvcli.engine.forward import ForwardPass
 from kvcli.engine.forward_request import ForwardRequest, ForwardResult, Rows
@@ -203,7 +204,8 @@ def test_what_is_interrupted_did_not_happen(name: str, pruning: LazyLLM | None, 
     for s in (one, other):
         said(s, first, 5)
         if pruning is not None:  # of what comes now
-            s.companions = [pruning.companion(model) if type(one) is LayerByLayer else one for one in s.companions]
+            pruner = pruning.companion(ModelPair(model, model))
+            s.companions = [pruner if type(one) is LayerByLayer else one for one in s.companions]
     before, committed, text = held(one.cache, model.n_layers), one.committed, list(one.ids)
     turn = [*text, *families.prompt(N, seed=5)]
     one.start_answer(turn, Sampler())

@@ -22,6 +22,7 @@ from kvcli.kv.out_of_memory import as_cache_full, free_caches
 from kvcli.models.thinking import thinking_format
 from kvcli.models.tool_calls import call_syntax
 from kvcli.settings.conflicts import cautions
+from kvcli.settings.schema import METHOD_TABLES, DraftModelRef
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -35,7 +36,6 @@ if TYPE_CHECKING:
     from kvcli.models.grammar import Grammar
     from kvcli.prefix_cache.prefix_cache import PrefixCache
     from kvcli.settings.profile import Profile
-    from kvcli.settings.schema import DraftModelRef
 
 log = logging.getLogger("kvcli.chat")
 
@@ -123,9 +123,9 @@ class LoadedModel:
     def _draft(self) -> ModelPair | None:
         """Return this model paired with the draft model of its profile, loaded at the first call.
 
-        If loading fails or memory runs out, the profile stops drafting, and `cautions` reports it.
+        If loading fails or memory runs out, methods that need it are left out, and `cautions` reports it.
         """
-        wanted = self.profile.spec.second or self.profile.reasoning_steps.second
+        wanted = self.profile.second
         self._pair = self._pairs.get(wanted) if wanted is not None else None
         if self._pair is not None or wanted is None or self._second is None:
             return self._pair
@@ -139,8 +139,9 @@ class LoadedModel:
             said = "out of memory" if as_cache_full(error) else f"{type(error).__name__}: {error}"
             log.warning("%s cannot be loaded", wanted.model, exc_info=error)
         free_caches()
-        why = f"no drafting: draft model {wanted.model} cannot be loaded: {said}"
-        none = {"spec.method": "off", "reasoning_steps.method": "none"}
+        none = {f"{of}.{METHOD_TABLES[of].key}": METHOD_TABLES[of].default for of in self.profile.second_models}
+        which = " and ".join(f"{key} is {value}" for key, value in none.items())
+        why = f"{which}: draft model {wanted.model} cannot be loaded: {said}"
         self.profile = self.profile.changed(none, "the model", why)
         return None
 

@@ -7,7 +7,7 @@ from time import perf_counter
 from typing import TYPE_CHECKING, Annotated, ClassVar
 
 from kvcli.kv.footprint import Footprint, ModelSizes
-from kvcli.settings.schema import DraftModelRef, Range
+from kvcli.settings.schema import Range
 from kvcli.settings.values import WrongValue, check, keys_of
 
 if TYPE_CHECKING:
@@ -39,11 +39,6 @@ class DraftSettings:
     def rows(self) -> int:
         """Maximum rows of a pass: the pending token and the draft tokens."""
         return 1 + self.max
-
-    @property
-    def second(self) -> DraftModelRef | None:
-        """The separate draft model, if the method has one."""
-        return None
 
     def ignored_keys(self) -> dict[str, str]:
         """Return the keys that have no effect under the present settings: key -> the key that disables it."""

@@ -69,7 +69,7 @@ def _candidates(
         size = f"{-(-2 * wrong.run.always * wrong.run.spends.of_token // MIB)}MiB"
         flag = "--budget " if profile.origins["memory.budget"] == "--budget" else "--set memory.budget="
         yield f"{flag}{size}", lambda: profile.replace(memory={"budget": size}), room, context
-    if profile.spec.second is not None:
+    if "spec" in profile.second_models:
         words = "--spec ngram in place of --draft" if profile.origins["spec.model"] == "--draft" else "--spec ngram"
         yield words, lambda: profile.replace(spec={"method": "ngram"}), room, context
     if profile.prefill.chunk > SMALL:  # prefill gets a little slower, nothing else changes

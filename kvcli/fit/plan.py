@@ -26,7 +26,7 @@ from kvcli.models.refusals import refuse_quant, refuse_split
 from kvcli.models.shape import Shape, of_source
 from kvcli.models.source import Source
 from kvcli.settings.profile import Profile
-from kvcli.settings.schema import NUMBERS, DraftModelRef, Memory
+from kvcli.settings.schema import NUMBERS, Memory
 from kvcli.settings.values import BY, DEFAULT
 
 
@@ -256,8 +256,7 @@ def _second(
     target: PlannedModel, profile: Profile, room: AvailableMemory, facts: MeasuredFacts
 ) -> memory.DraftModelNeed | None:
     """Return the memory of the draft model; None = there is none."""
-    method = profile.reasoning_steps if profile.spec.second is None else profile.spec
-    wanted: DraftModelRef | None = method.second
+    wanted, methods = profile.second, [getattr(profile, table) for table in profile.second_models]
     if wanted is None or facts.find is None:
         return None
     subject = facts.find(wanted.model)
@@ -272,8 +271,11 @@ def _second(
     is_captured = is_fused(shape, number, room) and profile.load.graphs == "auto" and not shape.folds.layers
     folds, sizes = shape.folds, memory.sizes(shape, number, number, room.kind)
 
+    def footprint(n: int) -> Footprint:
+        return sum((of.draft_footprint(n, sizes) for of in methods), Footprint())
+
     def stored(n: int) -> int:
-        of: Footprint = method.draft_footprint(n, sizes)
+        of = footprint(n)
         weight = (0 if is_shared else heavy.memory) + folds.layers * folds.taped * of.rows * number
         kept = cuda_overhead.captured(shape.layers, len(of.captured)) + captured_bytes(
             shape, of.captured, slots=of.slots, number=number, kv_number=number, draws=True
@@ -281,7 +283,7 @@ def _second(
         return weight + of.beside + memory.kv_bytes(shape, of.slots, number) + (kept if is_captured else 0)
 
     def working(n: int) -> int:
-        of: Footprint = method.draft_footprint(n, sizes)
+        of = footprint(n)
         return working_bytes(
             shape, chunk=of.chunk, rows=of.rows, slots=of.slots, number=number, kv_number=number, device=room.kind,
             is_native=is_here, is_fused=is_fused(shape, number, room),

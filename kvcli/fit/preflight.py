@@ -85,7 +85,7 @@ class Preflight:
             "loading": wrong.least - parts.running,
         }
         listed = ", ".join(f"{name} {gib(size)}" for name, size in sizes.items() if size)
-        second = wrong.profile.spec.second or wrong.profile.reasoning_steps.second
+        second = wrong.profile.second
         what = self.name if second is None else f"{self.name} and draft model {second.model}"
         tried = changes(self.subject, wrong, others, self.found, wrong.facts)
         detail = {"needed": wrong.least, "available": room.available, "usable": wrong.usable, **sizes}

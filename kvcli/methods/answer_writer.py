@@ -40,7 +40,7 @@ def answer_writer(
 
     Raises BadConfig or BadModel if the method does not work with these models.
     """
-    if profile.reasoning_steps.second is not None:
+    if "reasoning_steps" in profile.second_models:
         from kvcli.methods.steps.open_writer import step_writer
 
         assert pair is not None, "reasoning steps need a model pair"

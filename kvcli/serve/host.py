@@ -121,7 +121,7 @@ class Host:
         changes |= {"thinking.mode": asked.thinking} if asked.thinking != "auto" else {}
         changes |= {"thinking.max_tokens": asked.thinking_tokens} if asked.thinking_tokens else {}
         changed = profile.changed(changes, "the request") if changes else profile
-        if changed.spec.second != profile.spec.second:
+        if changed.second != profile.second:
             raise BadConfig("a request cannot choose a draft model", code="not_allowed", try_=["spec.method=ngram"])
         return changed
 
@@ -254,7 +254,7 @@ def served_profiles(first: Profile, others: Iterable[Profile]) -> dict[str, Prof
     def needs(profile: Profile) -> tuple[object, ...] | None:
         has_own_map = profile.values.get("policy.headmap") == "auto"
         with suppress(KvcliError):  # it lacks the name of a draft model
-            return profile.load, profile.spec.second, profile.reasoning_steps.second, has_own_map
+            return profile.load, profile.second, has_own_map
         return None
 
     found = {profile.name: profile for profile in others if needs(profile) == needs(first)}

@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, Literal, get_args, overload
 
+from kvcli.errors import BadConfig
 from kvcli.settings.config import (
     Config,
     Sources,
@@ -31,6 +32,7 @@ from kvcli.settings.schema import (
     METHOD_TABLES,
     ORDER,
     Context,
+    DraftModelRef,
     Exactness,
     Header,
     Kv,
@@ -233,6 +235,22 @@ class Profile:
     def effects(self) -> Mapping[Effect, Sequence[str]]:
         """Effects of the settings on the KV cache and its passes, each with the keys that cause it."""
         return effects(self)
+
+    @cached_property
+    def second_models(self) -> Mapping[str, DraftModelRef]:
+        """The second model by table of methods that use one: all the same. Raises BadConfig if not, or if unnamed."""
+        named = ((table, getattr(getattr(self, table).settings, "second", None)) for table in METHOD_TABLES)
+        found = {table: of for table, of in named if of is not None}
+        if len({*found.values()}) > 1:
+            said = " and ".join(f"{table}.model = {of.model} (quant {of.quant})" for table, of in found.items())
+            try_ = [" ".join(f"--set {table}.model={of.model}" for table in found) for of in found.values()]
+            raise BadConfig(f"{said} differ: one draft model is loaded", code="two_draft_models", try_=try_)
+        return found
+
+    @property
+    def second(self) -> DraftModelRef | None:
+        """The model that methods use beside the target model; None = none. Raises BadConfig as `second_models`."""
+        return next(iter(self.second_models.values()), None)
 
     @property
     def is_checked(self) -> bool:

@@ -276,7 +276,7 @@ class Context:
 
 @dataclass(frozen=True, slots=True)
 class DraftModelRef:
-    """Reference to a second model, which drafts for the target model. `[spec]` or `[reasoning_steps]` names it."""
+    """Reference to a second model beside the target model. The table of a method names it (`Profile.second`)."""
 
     model: str  # model id, folder or name, as after -m
     quant: Quant  # precision of its weights

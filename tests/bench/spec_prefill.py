@@ -8,7 +8,9 @@ shares of attention are averaged over 13 neighbours in each head; a token's scor
 layer, and then the mean over rows. The model that answers reads the chunks of 32 tokens with the highest mean scores,
 at their own positions, up to a share of the prompt, and nothing else.
 
-Sides of each share: `draft` is that, `draft, guarded` keeps the first 4 and the newest 64 tokens beside it within the
+Sides of each share: `method` is kvcli's own, `prune.method = "spec_prefill"` as it comes, which looks ahead at no token
+and keeps protected tokens beside the share. `draft` is the rule above in its plainest form, which tests hold it to,
+`draft, guarded` keeps the first 4 and the newest 64 tokens beside it within the
 same share, `lots` draws the chunks instead, `lazy` is LazyLLM with one cut, early enough for the same share as a mean
 over layers (none where a layer alone is more than that), with the guard and the scores of profile `lazy`, which stands
 beside them as it is. `--model demo-wide` is the demo at the cost of 150M parameters (tests/bench/widened.py): what is
@@ -39,13 +41,14 @@ from torch.nn.functional import avg_pool1d
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 import kvcli
+from kvcli.engine.drafting.drafter import ModelPair
 from kvcli.engine.engine import run, run_to_end
 from kvcli.engine.forward_request import ForwardRequest
 from kvcli.engine.forward_request import Rows as PassRows
 from kvcli.engine.sequence.commit import commit
 from kvcli.engine.sequence.sampler import Sampler
 from kvcli.kernels.attention_mass import attention_mass
-from kvcli.methods.prune.cut import _at_first
+from kvcli.methods.prune.layer_pruner import at_first
 from kvcli.methods.prune.protected_tokens import PruneSettings
 from kvcli.methods.prune.pruned_prefill import PrunedPrefill
 from kvcli.quality.statistics import bootstrap
@@ -57,7 +60,7 @@ from tests.bench.prune_asked import Asked
 from tests.bench.widened import write
 
 CHUNK, POOL = 32, 13  # tokens, as in the paper's code
-SIDES = ("draft", "draft, guarded", "lots", "lazy")
+SIDES = ("method", "draft", "draft, guarded", "lots", "lazy")
 FIRST, NEWEST = 4, 64  # guarded tokens
 LAZY = {"method": "lazy", **vars(Profile.load("lazy").prune.settings), "min_prompt": 1}
 
@@ -74,8 +77,8 @@ class Chosen(PruneSettings):
     def describe(self, lm: Any) -> str:
         return ""
 
-    def bind(self, lm: Any, cache: Any, rows: PassRows, must: set[int], part: int) -> Any:
-        return partial(_at_first, sorted(must.union(self.rows)))
+    def bind(self, pair: Any, text: Any, rows: PassRows, must: set[int]) -> Any:
+        return partial(at_first, sorted(must.union(self.rows)))
 
 
 class Reader:
@@ -86,11 +89,11 @@ class Reader:
 
     def new_session(self) -> Any:
         session = self._model.new_session()
-        session.companions.insert(2, PrunedPrefill(self.lm, Chosen(rows=self._rows)))
+        session.companions.insert(2, PrunedPrefill(ModelPair(self.lm, self.lm), Chosen(rows=self._rows)))
         return session
 
 
-def importance(draft: Any, ahead: int, ids: Sequence[int]) -> Tensor:
+def importance(draft: Any, ahead: int, ids: Sequence[int], pool: int = POOL) -> Tensor:
     """Score of each token of the prompt [n], by the attention of its last one and of at most `ahead` written ones."""
     session, lm, found = draft.new_session(), draft.lm, []
     session.start_answer(ids, Sampler())
@@ -101,7 +104,7 @@ def importance(draft: Any, ahead: int, ids: Sequence[int]) -> Tensor:
         rows = PassRows.chain([token], at)
         (made,) = run([ForwardRequest(lm, rows, kv, want=[0], record_queries=[0])])
         commit(kv, rows, made, [0])
-        each = [_highest(lm, kv, layer, queries, at, len(ids)) for layer, queries in enumerate(made.queries)]
+        each = [_highest(lm, kv, layer, queries, at, len(ids), pool) for layer, queries in enumerate(made.queries)]
         found.append(torch.stack(each).amax(0))
         token = int(made.logits[0].argmax())
         if token in lm.stop_ids:
@@ -109,7 +112,7 @@ def importance(draft: Any, ahead: int, ids: Sequence[int]) -> Tensor:
     return torch.stack(found).mean(0)
 
 
-def _highest(lm: Any, kv: Any, layer: int, queries: Tensor, at: int, n: int) -> Tensor:
+def _highest(lm: Any, kv: Any, layer: int, queries: Tensor, at: int, n: int, pool: int) -> Tensor:
     """Highest smoothed attention of any head of a layer to each of the first n tokens [n]."""
     slots, how = kv.slots(layer), lm.attention_params[layer]
     assert slots.pos[0].tolist() == list(range(at + 1)), "nothing is evicted"
@@ -117,17 +120,17 @@ def _highest(lm: Any, kv: Any, layer: int, queries: Tensor, at: int, n: int) -> 
     mass = attention_mass(
         queries, newest, slots.k, slots.pos, how.scale, softcap=how.softcap, window=window, over="none"
     )
-    return avg_pool1d(mass.flatten(0, 2)[:, :n], POOL, 1, POOL // 2, count_include_pad=False).amax(0)
+    return avg_pool1d(mass.flatten(0, 2)[:, :n], pool, 1, pool // 2, count_include_pad=False).amax(0)
 
 
-def chosen(scores: Tensor, share: float, guard: set[int]) -> list[int]:
+def chosen(scores: Tensor, share: float, guard: set[int], size: int = CHUNK) -> list[int]:
     """The guarded tokens and the chunks with the highest mean scores, until they are this share of the prompt."""
     n, rows = len(scores), set(guard)
-    means = [float(chunk.mean()) for chunk in scores.split(CHUNK)]
+    means = [float(chunk.mean()) for chunk in scores.split(size)]
     for chunk in sorted(range(len(means)), key=lambda i: -means[i]):
         if len(rows) >= share * n:
             break
-        rows |= {*range(chunk * CHUNK, min(n, (chunk + 1) * CHUNK))}
+        rows |= {*range(chunk * size, min(n, (chunk + 1) * size))}
     return sorted(rows)
 
 
@@ -194,13 +197,17 @@ def spec_prefill(
     }
     for share in shares:
         for side in sides:
-            if side != "lazy":
+            if side == "method":
+                table = {"method": "spec_prefill", "model": draft, "keep": share, "min_prompt": 1}
+                makers[f"{side} {share}"] = partial(answered, pruned(whole, table))
+            elif side != "lazy":
                 makers[f"{side} {share}"] = partial(by_draft, whole, judge, share=share, side=side)
             elif (table := lazy_of(share, whole.lm.n_layers)) is not None:
                 makers[f"{side} {share}"] = partial(answered, pruned(whole, table))
     if times:  # the first reading of either model does not count
         short = replace(prompts[0], ids=prompts[0].ids[-WARM:])
-        for make in (makers["exact"], partial(by_draft, whole, judge, share=0.5, side="draft")):
+        own = [make for side, make in makers.items() if side == "exact" or side.startswith("method")]
+        for make in (*own, partial(by_draft, whole, judge, share=0.5, side="draft")):
             make(short)
     found: dict[str, list[Took]] = {side: [] for side in makers}
     for i, one in enumerate(prompts):
@@ -214,7 +221,7 @@ def spec_prefill(
         row = {
             "side": side,
             "kept": kept,
-            "expected": 1 / (kept + cost * ("choosing" in took[0] and "lots" not in side)),
+            "expected": 1 / (kept + cost * (side.startswith(("method", "draft")))),
         }
         if times:
             row["first token"] = gain("first", found["exact"], took)

@@ -46,6 +46,7 @@ from kvcli.methods.policies.random import Random
 from kvcli.methods.policies.snapkv import Snap
 from kvcli.methods.policies.streaming import StreamingLLM as Stream
 from kvcli.methods.prune.lazy import LazyLLM
+from kvcli.methods.prune.spec_prefill import SpecPrefill
 from kvcli.methods.reuse.cacheblend import CacheBlend
 from kvcli.methods.sparse.segments import PromptSegments
 from kvcli.models.retokenizer import TokenMapping
@@ -82,8 +83,9 @@ STORAGES += [("by query", "fp32"), *((name, dtype) for name, (_, dtype) in FAR.i
 PARTS += ("by query", *FAR)
 MODELS |= {"by query": "llama", **{name: MODELS[twin] for name, (twin, _) in FAR.items()}}
 # how a prompt gets into the store: from what another process kept, some of it left behind on the way, by layers, or
-# taken over from another text and some of that read again; "lazy selected" selects anew while it answers
-READ = ("kept", "lazy", "lazy selected", "layers", "blend")
+# taken over from another text and some of that read again; "lazy selected" selects anew while it answers, and of
+# "chosen" a second model says what is read
+READ = ("kept", "lazy", "lazy selected", "chosen", "layers", "blend")
 MODELS |= dict.fromkeys(READ, "llama")
 TWINS = {"kept": "dense", "layers": "dense"}  # whose text it is
 # under no policy; these write heads together, or move slots that a policy has chosen among
@@ -118,7 +120,12 @@ POLICIES |= {"ahead": (AHEAD, 11)}  # tests/test_score_stages.py and test_topk.p
 LAZY = LazyLLM(
     start_prune_layer=0.4, end_prune_layer=0.7, num_prune=2, recent=3, sinks=1, min_prompt=8
 )  # two of three layers
-PRUNED = {"lazy": LAZY, "lazy selected": replace(LAZY, scope="prefill+decode", attend_to="selected", revive_interval=5)}
+CHOSEN = SpecPrefill(model="sibling", keep=0.5, chunk=4, ahead=2, pool=3, recent=3, sinks=1, min_prompt=8)
+PRUNED = {
+    "chosen": CHOSEN,
+    "lazy": LAZY,
+    "lazy selected": replace(LAZY, scope="prefill+decode", attend_to="selected", revive_interval=5),
+}
 SAMPLERS = {
     "greedy": Sampler(),
     "sampled": Sampler(temperature=0.9, top_k=40, top_p=0.95, min_p=0.01, seed=3),
@@ -363,6 +370,7 @@ def opened(
         every=every,
         chunk=chunk,
         pruning=PRUNED.get(storage),
+        pair=ModelPair(model, sibling() if storage == "chosen" else model),
         by_layers=storage == "layers",
         reusing=CacheBlend(8, 0.4) if storage == "blend" else None,
         companions=[PromptSegments(model, 11)] if storage in SEGMENTS else [],

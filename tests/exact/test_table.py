@@ -285,7 +285,7 @@ def test_some_rows_of_the_table_do_end_at_a_stop_token() -> None:
     assert ended, "choose a STOP that the samplers draw, or the table does not cover it"
 
 
-@pytest.mark.parametrize("storage", ["sliding", "lazy", "lazy selected", "layers"])
+@pytest.mark.parametrize("storage", ["sliding", "lazy", "lazy selected", "chosen", "layers"])
 @pytest.mark.parametrize("sampler", SAMPLERS)
 def test_reading_in_other_chunks_gives_the_same_text(sampler: str, storage: str) -> None:
     def text(chunk: int) -> list[int]:

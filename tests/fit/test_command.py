@@ -493,3 +493,16 @@ def test_the_draft_model_is_in_the_plan(machine):
     )
     sizes = [found["plans"][0]["draft"] for found in (plain, drafting)]
     assert sizes[0] < sizes[1]
+
+
+def test_the_draft_model_of_a_pruning_method_is_counted_once_with_that_of_spec(machine):
+    pruning = ("--set", "exactness=approx", "--set", "prune.method=spec_prefill", "--set", "prune.model=demo-small")
+    asked = ("fit", "demo", "--profiles", "exact", "--ctx", "2048", "--json")
+    found = [
+        document(machine(*asked, *more))
+        for more in ((), pruning, ("--draft", "demo-small"), (*pruning, "--draft", "demo-small"))
+    ]
+    plain, alone, drafts, both = (one["plans"][0]["draft"] for one in found)
+    weights = 1 << 20  # of demo-small, at least
+    assert plain < weights < alone
+    assert max(alone, drafts) < both < alone + drafts - weights

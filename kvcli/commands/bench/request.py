@@ -42,8 +42,8 @@ class BenchArguments:
         drawn, where, found = (self.args.temperature, self.args.seed), (folder, str(cache)), []
         for name, kind, profile in self.sides:
             same = drawing(profile, *drawn)
-            if (second := same.spec.second) is not None:
-                same = same.replace(spec={"model": str(draft(second.model).path)})
+            for table, second in same.second_models.items():
+                same = same.replace(**{f"{table}.model": str(draft(second.model).path)})
             found.append(Recipe.of(name, same, *where, kind, self.args.batch))
         return found
 

@@ -503,14 +503,9 @@ class ChatRun:
 
         session = self.chat.text_session
         opening = HeaderFacts(
-            __version__,
-            self.run.profile.name,
-            session.promise,
-            context=session.limit,
-            estimate=self.run.estimate,
-            threads=threads(),
-            draft=session.drafts_by,
-        )
+            __version__, self.run.profile.name, session.promise, context=session.limit, estimate=self.run.estimate,
+            threads=threads(), draft=session.drafts_by,
+        )  # fmt: skip
         return [
             *header(session.info, opening, self.screen.err.width),
             *([f"answers are constrained to {self.held.name}"] if self.held is not None else []),

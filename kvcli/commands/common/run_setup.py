@@ -251,12 +251,8 @@ class Setup:
         A draft model that is an assistant or an EAGLE-3 head is used as one.
         A profile that sets more of the draft model than its name is unchanged."""
         said = {key for key, at in profile.origins.items() if key.startswith("spec.") and at != "default"}
-        if profile.spec.method != "model" or said - {
-            "spec.method",
-            "spec.model",
-            "spec.require_batch_invariance",
-            "spec.quant",
-        }:
+        open_to_all = {f"spec.{key}" for key in ("method", "model", "require_batch_invariance", "quant")}
+        if profile.spec.method != "model" or said - open_to_all:
             return profile
         from kvcli.models.draft_heads import assistant_for, has_mtp
         from kvcli.models.refusals import head_method

@@ -28,8 +28,8 @@ class SparseMethod:
         """Share of a long sequence that a row reads, in words; "" = all of it."""
         return ""
 
-    def companion(self, lm: Any) -> Companion | None:
-        """Return the companion of a sequence of the model `lm`; None = it needs none. Raises BadModel."""
+    def companion(self, pair: Any) -> Companion | None:
+        """Return the companion of a sequence of the `ModelPair`; None = it needs none. Raises BadModel."""
 
     def bind(self, store: KVCache, source: PageSource, attention_params: Sequence[AttentionParams | None]) -> KVCache:
         """Return a KV cache of one tier that rows read by these settings; `source`: read access to its single slots."""

@@ -21,7 +21,6 @@ class Off:
     """Plain decoding (kvcli's own): one token per forward pass, no draft. Not measured here: it is the baseline."""
 
     require_batch_invariance: ClassVar[bool] = False  # no draft that could differ in bits
-    second: ClassVar[None] = None  # no draft model
     checks: ClassVar[bool] = False  # no draft to verify
     rows: ClassVar[int] = 1  # maximum of a pass; for memory planning
     view: ClassVar[None] = None
@@ -40,7 +39,7 @@ class Off:
 
     def drafter(self, ends: Collection[int] = (), pair: ModelPair | None = None) -> Off:
         """Return the drafter of these settings; here the settings themselves. `ends`: end tokens of a sequence. `pair`:
-        target model and draft model, if `second` names one."""
+        target model and draft model, if a method names one."""
         return self
 
     def usage(self) -> list[Usage]:

@@ -27,6 +27,7 @@ from kvcli.kv.views.borrowing import PositionMaskedCache
 from kvcli.methods.prune.pruned_prefill import PrunedPrefill
 
 if TYPE_CHECKING:
+    from kvcli.engine.drafting.drafter import ModelPair
     from kvcli.engine.forward_request import ForwardResult, Passes
     from kvcli.engine.hf.lm import LM
     from kvcli.engine.policy.policy import CompressionPoint
@@ -47,7 +48,7 @@ class AuxCache(PrunedPrefill):
 
     def __init__(
         self,
-        lm: LM,
+        pair: ModelPair,
         pruning: PruneSettings,
         interval: int,
         cuts: Iterable[int],
@@ -61,7 +62,7 @@ class AuxCache(PrunedPrefill):
         `selects`: rows attend to selected tokens only, from the last token of a prompt on. Raises BadModel if rows
         cannot be stopped between the layers, or if no layer can score tokens.
         """
-        super().__init__(lm, pruning)
+        super().__init__(pair, pruning)
         self._interval, self._cuts, self._revival = interval, cuts, revival
         self._revives_before_prompt = revives_before_prompt
         self._selects = selects

@@ -8,21 +8,22 @@ positions here; the paper renumbers them.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Annotated
 
-from kvcli.methods.prune.layer_pruner import LayerPruner, attention_mass, pooled
+from kvcli.methods.prune.layer_pruner import LayerPruner, at_first, attention_mass, pooled
 from kvcli.methods.prune.protected_tokens import PruneSettings, below_all, nearest
 from kvcli.settings.schema import Range
 
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from kvcli.engine.drafting.drafter import ModelPair
     from kvcli.engine.forward_request import Passes, Rows
     from kvcli.engine.hf.lm import LM
     from kvcli.engine.prefill.layerwise import ActiveRows, Pruner
+    from kvcli.engine.sequence.session import GenerationSession
     from kvcli.kv.slots import KVCache
     from kvcli.methods.prune.pruned_prefill import PrunedPrefill
 
@@ -65,15 +66,15 @@ class SingleCut(PruneSettings):
         """Return the first layer run with fewer tokens."""
         return nearest(below_all(lm), self.layer * lm.n_layers)
 
-    def companion(self, lm: LM) -> PrunedPrefill:
+    def companion(self, pair: ModelPair) -> PrunedPrefill:
         """Return the companion of a sequence that prunes its prompts."""
         from kvcli.methods.prune.pruned_prefill import PrunedPrefill
 
-        return PrunedPrefill(lm, self)
+        return PrunedPrefill(pair, self)
 
-    def bind(self, lm: LM, cache: KVCache, rows: Rows, must: set[int], part: int) -> Passes[Pruner | None]:
+    def bind(self, pair: ModelPair, text: GenerationSession, rows: Rows, must: set[int]) -> Passes[Pruner | None]:
         """Return the pruner, or None for a short prompt. Raises BadModel if no layer can score tokens."""
-        n = rows.n_rows
+        n, lm, cache = rows.n_rows, pair.target, text.cache
         if n < self.min_prompt:
             return None
         cut = self.at(lm)
@@ -82,20 +83,15 @@ class SingleCut(PruneSettings):
             return once
         from kvcli.engine.prefill.layerwise import LayerwisePrefill
 
-        look = LayerwisePrefill(lm, cache, rows, part, range(max(0, n - self.window), n), may_revive=True)
+        look = LayerwisePrefill(lm, cache, rows, text.chunk_rows, range(max(0, n - self.window), n), may_revive=True)
         try:
             while look.layer < cut:
                 yield from look.step()
             chosen = once(cut, look.active_rows)
         finally:
             cache.crop(rows.pos[0])
-        return partial(_at_first, chosen or range(n))
+        return partial(at_first, chosen or range(n))
 
     def _judge(self, lm: LM, cache: KVCache, rows: Rows, layer: int, live: ActiveRows) -> Tensor:
         scores = attention_mass(lm, cache, layer, live, rows.pos, min(self.window, rows.n_rows))[rows.pos[0] :]
         return pooled(scores, self.pool)
-
-
-def _at_first(rows: Sequence[int], layer: int, live: ActiveRows) -> Sequence[int] | None:
-    """Return these rows as active in the first layer, and None (no change) for later layers."""
-    return rows if layer == 0 else None

@@ -52,6 +52,11 @@ class LayerPruner:
         return sorted(self._always | {live.rows[i] for i in highest(scores, n, self._mass)})
 
 
+def at_first(rows: Sequence[int], layer: int, live: ActiveRows) -> Sequence[int] | None:
+    """Return these rows as active in the first layer, and None (no change) for later layers."""
+    return rows if layer == 0 else None
+
+
 def highest(scores: Tensor, n: int, mass: float = 0.0) -> list[int]:
     """Return the n highest of scores [N], highest first; more if their sum is below the share `mass` of all scores."""
     order = scores.argsort(descending=True, stable=True)

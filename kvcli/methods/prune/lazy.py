@@ -23,9 +23,11 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
+    from kvcli.engine.drafting.drafter import ModelPair
     from kvcli.engine.forward_request import Rows
     from kvcli.engine.hf.lm import LM
     from kvcli.engine.prefill.layerwise import ActiveRows
+    from kvcli.engine.sequence.session import GenerationSession
     from kvcli.kv.slots import KVCache
     from kvcli.methods.prune.aux_cache import AuxCache, Selection
     from kvcli.methods.prune.pruned_prefill import PrunedPrefill
@@ -91,12 +93,12 @@ class LazyLLM(Schedule):
             return said
         return f"{said}; a deferred token at layer {layer} takes {width:,} numbers to save {spares:,}"
 
-    def bind(self, lm: LM, cache: KVCache, rows: Rows, must: set[int], part: int) -> LayerPruner | None:
+    def bind(self, pair: ModelPair, text: GenerationSession, rows: Rows, must: set[int]) -> LayerPruner | None:
         """Return the pruner, or None for a short prompt. Raises BadModel if no layer can score tokens."""
         if rows.n_rows < self.min_prompt:
             return None
-        n = rows.n_rows if self.ratio_of == "prompt" else 0
-        judge = partial(self._judge, lm, cache, rows)
+        n, lm = rows.n_rows if self.ratio_of == "prompt" else 0, pair.target
+        judge = partial(self._judge, lm, text.cache, rows)
         return LayerPruner(self.cuts(lm), judge, must, n, mass=self.mass, n_layers=self.score_layers, pool=self.pool)
 
     def _judge(self, lm: LM, cache: KVCache, rows: Rows, layer: int, live: ActiveRows) -> Tensor:
@@ -109,15 +111,15 @@ class LazyLLM(Schedule):
         scores = attention_mass(lm, cache, layer, live, rows.pos, min(self.score_queries, rows.n_rows), self.heads)
         return scores[[rows.pos[row] for row in live.rows]]
 
-    def companion(self, lm: LM) -> PrunedPrefill:
+    def companion(self, pair: ModelPair) -> PrunedPrefill:
         """Return the companion of a sequence that prunes its prompts, and with `scope` revives tokens."""
         from kvcli.methods.prune.aux_cache import AuxCache
 
         if self.compression_interval is None:
-            return super().companion(lm)
+            return super().companion(pair)
         revival, selects = partial(Revival, self), self.attend_to == "selected"
         settings = {"revives_before_prompt": self.idle_complete, "selects": selects}
-        return AuxCache(lm, self, self.revive_interval, self.cuts(lm), revival, **settings)
+        return AuxCache(pair, self, self.revive_interval, self.cuts(pair.target), revival, **settings)
 
 
 class Revival:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 from kvcli.kv.footprint import Footprint, ModelSizes
 
 if TYPE_CHECKING:
+    from kvcli.engine.drafting.drafter import ModelPair
     from kvcli.engine.hf.lm import LM
 
 
@@ -25,5 +26,5 @@ class NoPruning:
         """Return "": no pruning."""
         return ""
 
-    def companion(self, lm: LM) -> None:
+    def companion(self, pair: ModelPair) -> None:
         """Return None: no prompt is pruned."""

@@ -11,11 +11,12 @@ from kvcli.kv.footprint import Footprint, ModelSizes
 from kvcli.settings.schema import Range
 
 if TYPE_CHECKING:
+    from kvcli.engine.drafting.drafter import ModelPair
     from kvcli.engine.forward_request import Passes, Rows
     from kvcli.engine.hf.lm import LM
     from kvcli.engine.policy.policy import ProtectedTokens
     from kvcli.engine.prefill.layerwise import Pruner
-    from kvcli.kv.slots import KVCache
+    from kvcli.engine.sequence.session import GenerationSession
 
 
 @dataclass(frozen=True)
@@ -50,11 +51,12 @@ class PruneSettings:
         raise NotImplementedError
 
     def bind(
-        self, lm: LM, cache: KVCache, rows: Rows, must: set[int], part: int
+        self, pair: ModelPair, text: GenerationSession, rows: Rows, must: set[int]
     ) -> Passes[Pruner | None] | Pruner | None:
-        """Return the pruner for a prefill of these rows, perhaps after a scoring pass; None = all rows continue.
+        """Return the pruner for a prefill of these rows of the sequence, perhaps after scoring passes; None = all
+        continue.
 
-        `must`: rows that run through every layer: protected and recorded ones. `part`: most rows of a pass.
+        `must`: rows that run through every layer: protected and recorded ones.
         """
         raise NotImplementedError
 

@@ -12,8 +12,8 @@ from kvcli.engine.prefill.layerwise import LayerwisePrefill
 from kvcli.engine.sequence.state import kinds_of
 
 if TYPE_CHECKING:
+    from kvcli.engine.drafting.drafter import ModelPair
     from kvcli.engine.forward_request import Passes
-    from kvcli.engine.hf.lm import LM
     from kvcli.engine.sequence.session import GenerationSession
     from kvcli.kv.slots import Loss
     from kvcli.kv.snapshot import SnapshotReader, State
@@ -23,11 +23,11 @@ if TYPE_CHECKING:
 class PrunedPrefill(LayerByLayer):
     """Pruned prefill of the prompts of a sequence. Deferred tokens are dropped."""
 
-    def __init__(self, lm: LM, pruning: PruneSettings) -> None:
+    def __init__(self, pair: ModelPair, pruning: PruneSettings) -> None:
         """Raises BadModel if rows cannot be stopped between the layers, or if no layer can score tokens."""
-        pruning.describe(lm)
-        super().__init__(lm)
-        self._pruning = pruning
+        pruning.describe(pair.target)
+        super().__init__(pair.target)
+        self._pair, self._pruning = pair, pruning
         self.has_deferred = False  # a pruner ever deferred a token, even one that was revived later
 
     def reaches(self, n: int, of: int) -> int:
@@ -48,9 +48,7 @@ class PrunedPrefill(LayerByLayer):
         query_rows, guard = sorted({*recorded, *range(max(0, n - pruning.n_scoring_rows), n)}), pruning.guard
         kinds = kinds_of(text.ids[: start + n], text.kinds, text.kind_spans if guard.kinds else ())
         covered = guard.covers(torch.arange(start, start + n), kinds).nonzero().flatten().tolist()
-        pruner = yield from await_passes(
-            pruning.bind(self._lm, text.cache, rows, {*query_rows, *covered}, text.chunk_rows)
-        )
+        pruner = yield from await_passes(pruning.bind(self._pair, text, rows, {*query_rows, *covered}))
         recorded, part = recorded if pruner is None else query_rows, text.chunk_rows
         return LayerwisePrefill(self._lm, text.cache, rows, part, recorded, pruner, may_revive=self.may_revive)
 

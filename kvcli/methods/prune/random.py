@@ -12,10 +12,10 @@ from kvcli.settings.schema import Range
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from kvcli.engine.drafting.drafter import ModelPair
     from kvcli.engine.forward_request import Rows
-    from kvcli.engine.hf.lm import LM
     from kvcli.engine.prefill.layerwise import ActiveRows
-    from kvcli.kv.slots import KVCache
+    from kvcli.engine.sequence.session import GenerationSession
 
 
 @dataclass(frozen=True)
@@ -27,7 +27,7 @@ class Random(Schedule):
 
     seed: Annotated[int, Range(0, 2**31 - 1)] = 0  # random seed
 
-    def bind(self, lm: LM, cache: KVCache, rows: Rows, must: set[int], part: int) -> LayerPruner | None:
+    def bind(self, pair: ModelPair, text: GenerationSession, rows: Rows, must: set[int]) -> LayerPruner | None:
         """Return the pruner, or None for a short prompt."""
         if rows.n_rows < self.min_prompt:
             return None
@@ -38,4 +38,4 @@ class Random(Schedule):
             return torch.rand(len(live.rows), generator=dice)
 
         n = rows.n_rows if self.ratio_of == "prompt" else 0
-        return LayerPruner(self.cuts(lm), lots, must, n)
+        return LayerPruner(self.cuts(pair.target), lots, must, n)

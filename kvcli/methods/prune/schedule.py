@@ -11,6 +11,7 @@ from kvcli.methods.prune.protected_tokens import PruneSettings, below_all, neare
 from kvcli.settings.schema import Range
 
 if TYPE_CHECKING:
+    from kvcli.engine.drafting.drafter import ModelPair
     from kvcli.engine.hf.lm import LM
     from kvcli.methods.prune.pruned_prefill import PrunedPrefill
 
@@ -56,11 +57,11 @@ class Schedule(PruneSettings):
         moved = f" (not {', '.join(map(str, sorted(wanted)))}, {why})" if wanted != set(cuts) else ""
         return f"of a prompt{self._long} {shares}{moved}; {self.always}"
 
-    def companion(self, lm: LM) -> PrunedPrefill:
+    def companion(self, pair: ModelPair) -> PrunedPrefill:
         """Return the companion of a sequence that prunes its prompts."""
         from kvcli.methods.prune.pruned_prefill import PrunedPrefill
 
-        return PrunedPrefill(lm, self)
+        return PrunedPrefill(pair, self)
 
     def cuts(self, lm: LM) -> Mapping[int, float]:
         """Return the share of tokens that continue, by pruning layer. A scheduled layer is replaced by the nearest one

@@ -20,7 +20,7 @@ from kvcli.methods.reuse.pie import Pie
 from kvcli.settings.schema import Range
 
 if TYPE_CHECKING:
-    from kvcli.engine.hf.lm import LM
+    from kvcli.engine.drafting.drafter import ModelPair
     from kvcli.methods.reuse.span_reuse import SpanReuse
 
 FEWER = 0.25  # the second layer recomputes this share of `recompute` more tokens, the last this share fewer
@@ -40,11 +40,12 @@ class CacheBlend(Pie):
     def describe_reused(self) -> str:
         return f"{super().describe_reused}, {100 * self.recompute:.3g} % of them recomputed"
 
-    def companion(self, lm: LM) -> SpanReuse:
+    def companion(self, pair: ModelPair) -> SpanReuse:
         """Return the companion of a sequence that loads spans, with selective recompute of some of their tokens."""
         from kvcli.methods.reuse.selective_recompute import SelectiveRecompute
         from kvcli.methods.reuse.span_reuse import SpanReuse
 
+        lm = pair.target
         if not self.recompute:
             return SpanReuse(lm, self.min_span)
         by_hidden, chooses = self.select == "hidden", self.recompute < 1

@@ -15,7 +15,7 @@ from kvcli.settings.profile import Needs
 from kvcli.settings.schema import Range
 
 if TYPE_CHECKING:
-    from kvcli.engine.hf.lm import LM
+    from kvcli.engine.drafting.drafter import ModelPair
     from kvcli.methods.reuse.span_reuse import SpanReuse
 
 
@@ -34,8 +34,8 @@ class Pie:
     def describe_reused(self) -> str:
         return f"reuses KV of spans of {self.min_span} tokens or more from other texts"
 
-    def companion(self, lm: LM) -> SpanReuse:
+    def companion(self, pair: ModelPair) -> SpanReuse:
         """Return the companion of a sequence that loads spans, without recompute."""
         from kvcli.methods.reuse.span_reuse import SpanReuse
 
-        return SpanReuse(lm, self.min_span)
+        return SpanReuse(pair.target, self.min_span)

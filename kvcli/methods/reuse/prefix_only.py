@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from kvcli.engine.hf.lm import LM
+    from kvcli.engine.drafting.drafter import ModelPair
 
 
 @dataclass(frozen=True)
@@ -15,5 +15,5 @@ class PrefixOnly:
 
     describe_reused = ""
 
-    def companion(self, lm: LM) -> None:
+    def companion(self, pair: ModelPair) -> None:
         """Return None: nothing is reused."""

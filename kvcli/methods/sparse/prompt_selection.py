@@ -14,7 +14,7 @@ from kvcli.settings.profile import Needs
 from kvcli.settings.schema import Exactness, Range
 
 if TYPE_CHECKING:
-    from kvcli.engine.hf.lm import LM
+    from kvcli.engine.drafting.drafter import ModelPair
     from kvcli.kv.slots import AttentionParams, KVCache, LowerTier
     from kvcli.kv.sparse.page_source import PageSource, PageTier
     from kvcli.methods.sparse.segments import PromptSegments
@@ -50,10 +50,10 @@ class PromptSelection(SparseMethod, PageIndex):
         """Share of the stored tokens that a segment may read, and share of the attention at which it reads no more."""
         raise NotImplementedError
 
-    def companion(self, lm: LM) -> PromptSegments:
+    def companion(self, pair: ModelPair) -> PromptSegments:
         from kvcli.methods.sparse.segments import PromptSegments
 
-        return PromptSegments(lm, self.segment)
+        return PromptSegments(pair.target, self.segment)
 
     def bind(self, store: KVCache, source: PageSource, attention_params: Sequence[AttentionParams | None]) -> KVCache:
         from kvcli.methods.sparse.segments import SegmentCache

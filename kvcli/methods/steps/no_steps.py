@@ -10,6 +10,5 @@ from typing import ClassVar
 class NoSteps:
     """No drafted steps (kvcli's own): the model writes all of the answer. Not measured here: it is the baseline."""
 
-    second: ClassVar[None] = None  # no draft model
     takes: ClassVar[str] = ""  # no part of the answer is another model's
     rows: ClassVar[int] = 1  # maximum of a pass

@@ -360,6 +360,20 @@ FAULTS = [
         "scores",
         "tests/test_prune.py::test_the_head_that_most_looks_in_any_of_several_layers_decides",
     ),
+    Fault(
+        "W7",
+        "kvcli/methods/prune/spec_prefill.py",
+        "best.maximum(",
+        "best.add(",
+        "tests/test_spec_prefill.py::test_chunks_are_those_of_the_reference",
+    ),
+    Fault(
+        "W8",
+        "kvcli/methods/prune/spec_prefill.py",
+        "text.ids))[rows.pos[0] :]",
+        "text.ids[rows.pos[0] :]))",
+        "tests/test_spec_prefill.py::test_a_later_prompt_is_judged_within_the_whole_text",
+    ),
     # thought of when the tests for those above were there already
     Fault(
         "A1",
