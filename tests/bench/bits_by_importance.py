@@ -3,11 +3,12 @@
     python tests/bench/bits_by_importance.py [--model demo] [--texts 16] [--windows 1] [--length 1024] [--out FILE]
 
 Sides replace the keys and values of a text by what a KV format gives back; the 4 first and 60 newest slots stay in 16
-bits. "4|2": in each head the slots of largest attention take 4 bits, the others 2, keys and values alike, in blocks of
-one width. ZipCache (arXiv 2405.14256) divides the attention that probe rows (the newest 5 % and 5 % at random) pay a
-slot by the number of those that see it; QAQ (arXiv 2403.04643) takes the largest that one of them pays. `budget` is the
-policy, with as many bytes. SQuat (arXiv 2503.24358): keys in 2 bits, errors least along the main directions of the
-block's keys (as kvcli does), or of 64 queries, the newest but 32; "all": along each direction, by its square.
+bits. "4|2": in each head the half of the slots with the largest attention takes 4 bits, the rest 2, keys and values
+alike, in blocks of one width. ZipCache (arXiv 2405.14256) divides the attention that probe rows (the newest 5 % and 5 %
+by lot) pay a slot by the number of those that see it; QAQ (arXiv 2403.04643) takes the largest that one of them pays.
+`budget` is the policy, with as many bytes, positions included; "in" a format, its slots in 8 and 4 bits are rounded by
+that, in a few bytes more. SQuat (arXiv 2503.24358): errors of keys least along the main directions of the block's keys
+(as kvcli does) or of 64 queries, the newest but 32; "all": along each direction, by its square.
 
 right: of four facts in each text, asked afterwards. kl: nats a token, of the 128 tokens behind `--windows` windows of
 each real text, or of the demo's reports. error: of the heads' outputs for the newest 32 queries, relative. bytes: of a
@@ -29,6 +30,7 @@ from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
+from kvcli.assemble import plan
 from kvcli.bench.texts import text_of
 from kvcli.heads.sample import samples
 from kvcli.kv.formats.block_format import BlockFormat
@@ -45,7 +47,8 @@ from tests.bench.kv_quality import Text, asked, opened
 SINKS, NEWEST = 4, 60  # slots that stay in 16 bits, as with policy `budget`
 HEARD = 64  # queries that SQuat hears
 PROBES = 0.05  # share of rows that are probes for being the newest, and as many more by lot
-SALIENT = (0.5, 0.25)  # share of slots in 4 bits
+SALIENT = 0.5  # share of slots in 4 bits
+ROUNDED = ("kivi", "zipcache", "qaq")  # by which the slots of `budget` are rounded; the first is the control
 SCORED = 128  # tokens predicted behind a window
 
 
@@ -134,21 +137,18 @@ def sides() -> dict[str, Side]:
             lambda shape: slot_bytes(form_of("kivi" if "squat" in name else name), k_bits, v_bits, shape),
         )
 
-    def mixed(name: str, by: str, share: float) -> None:
+    def mixed(name: str, by: str) -> None:
         form = form_of(name)
-        found[f"{name} 4|2, {share:.0%} by {by}"] = (
-            lambda layer: layer.by_width(form, by, share),
-            lambda shape: share * slot_bytes(form, 4, 4, shape) + (1 - share) * slot_bytes(form, 2, 2, shape),
+        found[f"{name} 4|2 by {by}"] = (
+            lambda layer: layer.by_width(form, by, SALIENT),
+            lambda shape: SALIENT * slot_bytes(form, 4, 4, shape) + (1 - SALIENT) * slot_bytes(form, 2, 2, shape),
         )
 
     for name in ("kivi", "zipcache", "qaq"):
         for bits in ((4, 4), (4, 2), (2, 2)):
             uniform(name, *bits, lambda layer, head, name=name: form_of(name))  # type: ignore[misc]
-        for share in SALIENT:
-            for by in ("zipcache", "qaq") if name == "kivi" else (name,):
-                mixed(name, by, share)
-    for share in SALIENT:
-        mixed("kivi", "lots", share)
+        for by in ("zipcache", "qaq", "lots") if name == "kivi" else (name,):
+            mixed(name, by)
     squats: dict[str, Mapping[str, Any]] = {
         "squat": {},
         "squat, 16 of keys": {"rank": 16},
@@ -156,15 +156,12 @@ def sides() -> dict[str, Side]:
         "squat, 16 of queries": {"queries": True, "rank": 16},
         "squat, all of queries": {"queries": True, "is_whole": True},
     }
-    for v_bits in (4, 2):
-        if v_bits == 4:
-            uniform("kivi", 2, 4, lambda layer, head: form_of("kivi"))
-        for name, keys in squats.items():
+    for name, keys in squats.items():
 
-            def make(layer: Layer, head: int, keys: Mapping[str, Any] = keys) -> BlockFormat:
-                return Spanned(**{**keys, "queries": layer.heard(head)}) if "queries" in keys else Squat(**keys)
+        def make(layer: Layer, head: int, keys: Mapping[str, Any] = keys) -> BlockFormat:
+            return Spanned(**{**keys, "queries": layer.heard(head)}) if "queries" in keys else Squat(**keys)
 
-            uniform(name, 2, v_bits, make)
+        uniform(name, 2, 2, make)
     return found
 
 
@@ -186,9 +183,30 @@ class Held:
         fresh = {at: replace(self.text.made.fresh[at], k=k, v=v) for at, (k, v) in zip(self.at, layers, strict=True)}
         return self.read({}, fresh)
 
+    def changed(self, changes: dict[str, Any]) -> Any:
+        return self.model.with_profile(self.model.profile.replace(exactness="approx", **changes))
+
     def read(self, changes: dict[str, Any], fresh: Any = None) -> Any:
-        session = self.model.with_profile(self.model.profile.replace(exactness="approx", **changes)).new_session()
+        session = self.changed(changes).new_session()
         self.text.read_by(session, fresh)
+        return session
+
+    def rounded_by(self, spent: Any, changes: dict[str, Any], form: BlockFormat) -> Any:
+        """The slots of a session with policy `budget`, each in as many bits, by another format."""
+        session, profile = self.model.new_session(), self.changed(changes).profile
+        # nothing is rounded by its age: the levels of a budget alone have the format
+        by_level = type("ByLevel", (type(form),), {"is_active": lambda form, kv: False})
+        session.stored_kv.cache = replace(plan(self.model.lm, profile), form=by_level()).store()
+        self.text.read_by(session)
+        masks = []
+        for at in self.at:
+            s = spent.cache.slots(at)
+            level = torch.cat([torch.full((span.n,), span.level) for span in s.levels])
+            found = torch.full((len(s.pos), self.text.n), len(profile.memory.bits) + 1, dtype=torch.int8)
+            for head, pos in enumerate(s.pos):
+                found[head, pos[pos >= 0].long()] = level[pos >= 0].to(torch.int8)
+            masks.append(found)
+        session.cache.compress(masks)
         return session
 
     def error(self, layers: Sequence[KV]) -> float:
@@ -196,22 +214,24 @@ class Held:
         return loss([q[:, -QUERIES:] for q in self.queries], was, layers, [layer.scale for layer in self.layers])
 
 
-def read_in_turn(
-    model: Any, contexts: Sequence[Any], budgets: Sequence[float]
-) -> Iterator[tuple[int, str, Any, float]]:
-    """Of each text and side: number of the text, name of the side, a session, and the error of the heads' outputs."""
+def read_in_turn(model: Any, contexts: Sequence[Any], nbytes: float) -> Iterator[tuple[int, str, Any, float]]:
+    """Of each text and side: number of the text, name of the side, a session, and the error of the heads' outputs.
+
+    nbytes: of a token for policy `budget`."""
     for i, context in enumerate(contexts):
         held = Held(model, context, i)
         yield i, "full", held.read({}), 0.0
         for name, (make, _) in sides().items():
             layers = [make(layer) for layer in held.layers]
             yield i, name, held.over(layers), held.error(layers)
-        for each in budgets:
-            # of a cache in 16 bits; the slots that always stay are held in float32 here
-            always = (SINKS + NEWEST) * sum(shape.numbers for shape in model.lm.shapes)
-            size = (each * held.text.n + 4 * always) / 1024
-            change = {"policy": {"name": "budget"}, "memory": {"budget": f"{size:.2f}KiB"}}
-            yield i, f"budget, {each:.0f} bytes", held.read(change), 0.0
+        # of a cache in 16 bits; the slots that always stay are held in float32 here
+        always = (SINKS + NEWEST) * sum(shape.numbers for shape in model.lm.shapes)
+        size = (nbytes * (held.text.n - SINKS - NEWEST) + 4 * always) / 1024
+        change = {"policy": {"name": "budget"}, "memory": {"budget": f"{size:.2f}KiB"}}
+        spent = held.read(change)
+        yield i, "budget", spent, 0.0
+        for name in ROUNDED:
+            yield i, f"budget in {name}", held.rounded_by(spent, change, form_of(name)), 0.0
         print(f"\r{i + 1} of {len(contexts)} texts", end="", file=sys.stderr, flush=True)
 
 
@@ -226,18 +246,17 @@ def bits_by_importance(
     loaded: Any = opened(model, Path(tempfile.gettempdir(), "kvcli-kv-quality"), settings)
     is_demo = model == "demo"
     costs = {name: sum(of(shape) for shape in loaded.lm.shapes) for name, (_, of) in sides().items()}
-    budgets = [costs[f"kivi 4|2, {share:.0%} by zipcache"] for share in SALIENT]
-    costs |= {f"budget, {each:.0f} bytes": each for each in budgets}
+    costs |= dict.fromkeys(("budget", *(f"budget in {name}" for name in ROUNDED)), costs["kivi 4|2 by zipcache"])
     costs["full"] = sum(shape.numbers * 2 for shape in loaded.lm.shapes)
     found: dict[str, Row] = {name: {"right": [], "kl": [], "error": []} for name in costs}
     facts = samples(loaded, texts, length, HELD_OUT, None if is_demo else text_of("prose"))
-    for i, side, session, error in read_in_turn(loaded, [sample.context for sample in facts], budgets):
+    for i, side, session, error in read_in_turn(loaded, [sample.context for sample in facts], costs["budget"]):
         found[side]["right"] += asked(loaded, facts[i], session)["right"]
         found[side]["error"].append(error)
     ids = texts_of(loaded, is_demo, ())
     behind = [cut for name in ids for cut in cuts(ids[name], length, SCORED, windows)]
     truth: Any = None
-    for i, side, session, _ in read_in_turn(loaded, [cut.context for cut in behind], budgets):
+    for i, side, session, _ in read_in_turn(loaded, [cut.context for cut in behind], costs["budget"]):
         said = predicted(session, behind[i].scored)
         truth = said if side == "full" else truth
         found[side]["kl"].append(float(PredictionDistance.of(said, truth, behind[i].scored).kl.mean()))

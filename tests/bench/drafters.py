@@ -71,9 +71,9 @@ SIDES: dict[str, tuple[str, dict[str, dict[str, Any]]]] = {
     "small-always": ("draft", {"spec": {"model": SMALL, "copies": False, **ALWAYS}}),
     "specextend-always": ("specextend", {"spec": {"model": SMALL, "copies": False, **ALWAYS}}),
     "small-full-always": ("draft", {"spec": {"model": SMALL, "copies": False, **ALWAYS, **ALL}}),
-    # the model itself in 4 bits, over all of the past
-    "int4": ("draft", {"spec": {"model": TARGET, "quant": "int4", "copies": False, **ALL}}),
-    "int4-always": ("draft", {"spec": {"model": TARGET, "quant": "int4", "copies": False, **ALWAYS, **ALL}}),
+    # the model itself in 4 bits
+    "int4": ("draft", {"spec": {"model": TARGET, "quant": "int4", "copies": False}}),
+    "int4-always": ("draft", {"spec": {"model": TARGET, "quant": "int4", "copies": False, **ALWAYS}}),
     # the model itself, over less of the past, by fewer layers, and over the upper half of codes of 8 bits
     "self": ("exact", {"spec": {**ITSELF, "view": "stream"}}),
     "self-view-always": ("exact", {"spec": {**ITSELF, **ALWAYS, "view": "stream"}}),
