@@ -44,7 +44,7 @@ RESULTS = {
     " --sides plain,ngram,fafo,small,small-full,small+copies,specextend,specextend-every",
     "drafters-smollm2": f"python tests/bench/drafters.py --models {LISTED} --reps 1 --tasks open,list,short,code,french"
     " --sides ngram,eagle3,eagle3+copies,eagle3-always --head /tmp/head",  # made as docs/design/draft-models.md says
-    "drafters-int4": "python tests/bench/drafters.py --models demo-wide --reps 3 --tasks free --temperatures 0"
+    "drafters-int4": "python tests/bench/drafters.py --models demo-wide --reps 1 --tasks free --temperatures 0"
     " --sides int4,int4-always",
     "scouts": "python tests/bench/scouts.py",
     "attend-packed": "python tests/bench/attend_quantized.py --seconds 0.6",

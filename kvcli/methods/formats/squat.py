@@ -1,8 +1,8 @@
 """SQuat: keys are quantized so that the error is orthogonal to an important subspace.
 
 The paper spans the subspace by queries. A tier has no queries, so here it is spanned by the keys of the block: queries
-that match any of these keys have components along these directions. Queries would lose as much (measured:
-docs/measurements/kv-cache.md, "Bits by importance").
+that match any of these keys have components along these directions. Queries would lose less; the policy `budget` loses
+still less in fewer bytes (measured: docs/measurements/kv-cache.md, "Bits by importance").
 """
 
 from __future__ import annotations
