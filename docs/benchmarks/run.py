@@ -47,10 +47,14 @@ RESULTS = {
     " --sides plain,ngram,fafo,small,small-full,small+copies,specextend,specextend-every",
     "drafters-smollm2": f"python tests/bench/drafters.py --models {LISTED} --reps 1 --tasks open,list,short,code,french"
     " --sides ngram,eagle3,eagle3+copies,eagle3-always --head /tmp/head",  # made as docs/design/draft-models.md says
+    "drafters-int4": "python tests/bench/drafters.py --models demo-wide --reps 1 --tasks free --temperatures 0"
+    " --sides int4,int4-always",
     "scouts": "python tests/bench/scouts.py",
     "attend-packed": "python tests/bench/attend_quantized.py --seconds 0.6",
     "across-layers": "python tests/bench/across_layers.py",
     "across-layers-smollm2": f"python tests/bench/across_layers.py --model {LISTED} --texts 16 --length 1024",
+    "bits-by-importance": "python tests/bench/bits_by_importance.py --texts 8 --windows 4",
+    "bits-by-importance-smollm2": f"python tests/bench/bits_by_importance.py --model {LISTED} --texts 2 --length 768",
     "recall-units": "python tests/bench/recall_units.py --texts 12",
     "recall-units-smollm2": f"python tests/bench/recall_units.py --model {LISTED} --texts 4 --length 1024",
     "segment-choice": "python tests/bench/segment_choice.py",

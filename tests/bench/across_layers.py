@@ -36,6 +36,7 @@ from kvcli.engine.forward_request import Rows as PassRows
 from kvcli.engine.hf.rope import rotaries
 from kvcli.heads.sample import ProbeSample, samples
 from kvcli.kernels.rope import rotate, unrotate
+from kvcli.kv.formats.block_format import BlockFormat
 from kvcli.kv.slots import POSITION, LayerShape
 from kvcli.settings.resolve import method_class
 from kvcli.settings.schema import Kv, registries
@@ -59,21 +60,9 @@ class Few:
 
     def __call__(self, k: Tensor, v: Tensor) -> KV:
         """k, v [K, S, D] as they are read again."""
-        form, kv = method_class(registries()["kv_format"][self.name])(), Kv(k_bits=self.bits, v_bits=self.bits)
-        heads, pad = form.heads(k.shape[0]), -k.shape[1] % kv.group
-        blocks = [
-            torch.cat([x, x[:, -1:].expand(-1, pad, -1)], 1)
-            .unflatten(1, (-1, kv.group))
-            .unflatten(0, (-1, heads))
-            .transpose(1, 2)
-            .flatten(0, 1)
-            for x in (k, v)
-        ]  # [B, h, g, D]
-        codes = form.quantize(*blocks, kv)
-        got = form.dequantize(codes, kv, (k.shape[2], v.shape[2]), torch.float32)
-        groups = k.shape[0] // heads
-        read = [x.unflatten(0, (groups, -1)).transpose(1, 2).flatten(2, 3).flatten(0, 1)[:, : k.shape[1]] for x in got]
-        return read[0], read[1]
+        return through(
+            method_class(registries()["kv_format"][self.name])(), Kv(k_bits=self.bits, v_bits=self.bits), k, v
+        )
 
     def bits_of(self, k: Tensor, v: Tensor) -> float:
         """Bits of a number, scales and what else is stored included."""
@@ -83,6 +72,23 @@ class Few:
 
     def __str__(self) -> str:
         return f"{self.name}, {self.bits} bits"
+
+
+def through(form: BlockFormat, kv: Kv, k: Tensor, v: Tensor) -> KV:
+    """k, v [K, S, D] as a KV format gives them back."""
+    heads, pad = form.heads(k.shape[0]), -k.shape[1] % kv.group
+    blocks = [
+        torch.cat([x, x[:, -1:].expand(-1, pad, -1)], 1)
+        .unflatten(1, (-1, kv.group))
+        .unflatten(0, (-1, heads))
+        .transpose(1, 2)
+        .flatten(0, 1)
+        for x in (k, v)
+    ]  # [B, h, g, D]
+    got = form.dequantize(form.quantize(*blocks, kv), kv, (k.shape[2], v.shape[2]), torch.float32)
+    groups = k.shape[0] // heads
+    read = [x.unflatten(0, (groups, -1)).transpose(1, 2).flatten(2, 3).flatten(0, 1)[:, : k.shape[1]] for x in got]
+    return read[0], read[1]
 
 
 def by_slots(*parts: Tensor) -> Tensor:

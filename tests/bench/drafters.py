@@ -44,7 +44,7 @@ from tests.bench.harness import Floats, Row, Rows, Words, measurement, once, pic
 from tests.bench.widened import write
 
 PLAIN = "plain"
-SMALL, HEAD = "demo-small", "HEAD"
+SMALL, HEAD, TARGET = "demo-small", "HEAD", "TARGET"
 ALL = {"working": 0, "prefill": "full"}
 ALWAYS = {"adaptive": False, "depth": 4, "branches": 1}
 ITSELF = {"method": "self", "copies": False}
@@ -71,6 +71,9 @@ SIDES: dict[str, tuple[str, dict[str, dict[str, Any]]]] = {
     "small-always": ("draft", {"spec": {"model": SMALL, "copies": False, **ALWAYS}}),
     "specextend-always": ("specextend", {"spec": {"model": SMALL, "copies": False, **ALWAYS}}),
     "small-full-always": ("draft", {"spec": {"model": SMALL, "copies": False, **ALWAYS, **ALL}}),
+    # the model itself in 4 bits
+    "int4": ("draft", {"spec": {"model": TARGET, "quant": "int4", "copies": False}}),
+    "int4-always": ("draft", {"spec": {"model": TARGET, "quant": "int4", "copies": False, **ALWAYS}}),
     # the model itself, over less of the past, by fewer layers, and over the upper half of codes of 8 bits
     "self": ("exact", {"spec": {**ITSELF, "view": "stream"}}),
     "self-view-always": ("exact", {"spec": {**ITSELF, **ALWAYS, "view": "stream"}}),
@@ -199,8 +202,8 @@ def tasks_of(model: kvcli.Model, of: str, names: Sequence[str]) -> list[Task]:
 
 def side_of(model: kvcli.Model, side: str, temperature: float, head: str = "") -> kvcli.Model:
     profile, changes = SIDES[side]
-    if changes.get("spec", {}).get("model") == HEAD:
-        changes = {"spec": changes["spec"] | {"model": head}}
+    if (named := changes.get("spec", {}).get("model")) in (HEAD, TARGET):
+        changes = {"spec": changes["spec"] | {"model": head if named == HEAD else model.info.path}}
     of = kvcli.Profile.load(profile).replace(**changes)
     sample = {"temperature": temperature, "seed": 1}
     return model.with_profile(of.replace(sample=sample, name=side))

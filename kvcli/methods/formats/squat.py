@@ -1,7 +1,7 @@
 """SQuat: keys are quantized so that the error is orthogonal to an important subspace.
 
-The paper spans the subspace by queries. A tier has no queries, so here it is spanned by the keys of the block: queries
-that match any of these keys have components along these directions.
+The paper spans the subspace by queries. A tier has none, so here it is spanned by the keys of the block. Queries would
+lose less, and policy `budget` still less in fewer bytes (docs/measurements/kv-cache.md, "Bits by importance").
 """
 
 from __future__ import annotations

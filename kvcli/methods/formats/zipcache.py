@@ -1,7 +1,7 @@
 """ZipCache: channel scales are divided out, then each token is quantized with one range.
 
-The paper's bits by saliency are up to the eviction policy: with `memory.evicted = "demote"` the slots that a policy
-drops are quantized to these bits, and the slots that it keeps are in full precision.
+The paper's two widths by saliency are left out: policy `budget` loses less (docs/measurements/kv-cache.md). With
+`memory.evicted = "demote"` the slots that a policy drops get these bits, and the others are in full precision.
 """
 
 from __future__ import annotations
