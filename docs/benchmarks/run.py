@@ -45,6 +45,7 @@ RESULTS = {
     "drafters-smollm2": f"python tests/bench/drafters.py --models {LISTED} --reps 1 --tasks open,list,short,code,french"
     " --sides ngram,eagle3,eagle3+copies,eagle3-always --head /tmp/head",  # made as docs/design/draft-models.md says
     "scouts": "python tests/bench/scouts.py",
+    "quest-view": "python tests/bench/quest_view.py",
     "attend-packed": "python tests/bench/attend_quantized.py --seconds 0.6",
     "across-layers": "python tests/bench/across_layers.py",
     "across-layers-smollm2": f"python tests/bench/across_layers.py --model {LISTED} --texts 16 --length 1024",
