@@ -20,7 +20,7 @@ from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from kvcli.kv.slots import AttentionParams, Slots, alike
+from kvcli.kv.slots import Slots, alike
 from kvcli.kv.tiers.dense import Dense
 from kvcli.kv.views.view import CompactView, Selection
 from kvcli.methods.policies.quest import Quest
