@@ -36,6 +36,7 @@ RESULTS = {
     "smollm2-4k": f"{REAL} --ctx 4k --workload manual",
     "beside-packed-2": "python tests/bench/beside.py --kinds int8,int4 --prompts 512,4096 --threads 2",
     "together": "python tests/bench/together.py",
+    "fafo-together": "python tests/bench/fafo_together.py",
     "hybrid": "python tests/bench/hybrid.py",
     "ngram-replay": f"python tests/bench/ngram_replay.py --model {LISTED}",
     "fit": "python tests/bench/fit.py",

@@ -12,6 +12,7 @@ the program ends with an error.
 
 from __future__ import annotations
 
+import os
 import sys
 import time
 from collections.abc import Sequence
@@ -25,6 +26,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from kvcli import generate_together, load
 from kvcli.bench.workloads import prompt_of
+from kvcli.environment import Paths
+from kvcli.models.catalog import stands_for
 from tests.bench.harness import Ints, Rows, Words, in_turns, measurement, quotients, ran
 
 PLAIN = "exact"
@@ -69,7 +72,7 @@ def fafo_together(
     reps: int = 2,
 ) -> Rows:
     torch.set_num_threads(1)
-    with load(model, PLAIN) as loaded:
+    with load(stands_for(model, Paths.of(os.environ).data), PLAIN) as loaded:
         ran(loaded.lm)
         for task in tasks:
             prompts = [
