@@ -37,6 +37,8 @@ RESULTS = {
     "beside-packed-2": "python tests/bench/beside.py --kinds int8,int4 --prompts 512,4096 --threads 2",
     "together": "python tests/bench/together.py",
     "fafo-together": "python tests/bench/fafo_together.py",
+    "fafo-together-smollm2": f"python tests/bench/fafo_together.py --model {LISTED} --tasks article,rewrite --texts 1,4"
+    " --ctx 192 --new 24 --reps 1",
     "hybrid": "python tests/bench/hybrid.py",
     "ngram-replay": f"python tests/bench/ngram_replay.py --model {LISTED}",
     "fit": "python tests/bench/fit.py",
