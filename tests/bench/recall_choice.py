@@ -4,12 +4,13 @@
         [--share 0.0625] [--out FILE]
 
 The last `--rows` tokens of a held-out text with four facts, and the rows of its four questions one after the other,
-read pages of 16 of the tokens before; pages are chosen by the bounds of method minmax. All sides choose equally often:
+read pages of 16 of the tokens before; pages are chosen by the bounds of method minmax. Sides choose equally often:
 
   each row         for each row anew, the bound of what any side finds
   interval         at each N-th row, by its query, as `sparse.choice = "interval"` does
   drift            where the cosine of a row's query with that of the last choice falls below a limit, by that row's
-                   query (arXiv 2510.11292); the limit of each layer is set afterwards, so that it chooses as often
+                   query (arXiv 2510.11292); the limit of each layer is set afterwards, so that it chooses as often, or less
+                   often where no limit does; a further side then chooses as often at fixed points
   probe of next    at each N-th row, by the mean query of these N rows, weighed by the activation bias of each, the
                    squared distance from the mean in standard deviations (arXiv 2502.13542); only a prompt knows them
   mean of next     the same without weights
@@ -76,6 +77,8 @@ def sides(q: Tensor, before: Tensor, every: int) -> Iterator[tuple[str, list[int
     yield "interval", starts, q[:, starts]
     rows = drifts(q, len(starts))
     yield "drift", rows, q[:, rows]
+    evenly = [i * n // len(rows) for i in range(len(rows))]
+    yield "interval, as often as drift", evenly, q[:, evenly]
     windows = [q[:, at : at + every] for at in starts]
     yield "probe of next", starts, torch.cat([probe(each) for each in windows], 1)
     yield "mean of next", starts, torch.cat([each.mean(1, keepdim=True) for each in windows], 1)
