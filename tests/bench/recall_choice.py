@@ -9,8 +9,8 @@ read pages of 16 of the tokens before; pages are chosen by the bounds of method 
   each row         for each row anew, the bound of what any side finds
   interval         at each N-th row, by its query, as `sparse.choice = "interval"` does
   drift            where the cosine of a row's query with that of the last choice falls below a limit, by that row's
-                   query (arXiv 2510.11292); the limit of each layer is set afterwards, so that it chooses as often, or less
-                   often where no limit does; a further side then chooses as often at fixed points
+                   query (arXiv 2510.11292); the limit of each layer is set afterwards, so that it chooses as often,
+                   or less often where no limit does; a further side then chooses as often at fixed points
   probe of next    at each N-th row, by the mean query of these N rows, weighed by the activation bias of each, the
                    squared distance from the mean in standard deviations (arXiv 2502.13542); only a prompt knows them
   mean of next     the same without weights
