@@ -55,6 +55,7 @@ class KeptDraftModel(SeparateDraftModel):
     """A draft model that reads a whole prompt, then keeps of each KV head what that model's own queries attended to."""
 
     def __init__(self, lm: Any, kept: int, rule: Literal["snapkv", "h2o"]) -> None:
+        assert rule in ("snapkv", "h2o"), f"no rule {rule!r}"
         super().__init__(lm, 0, sees=0)
         self._kept, self._rule = kept, rule
 
@@ -95,8 +96,8 @@ class KeptDraftModel(SeparateDraftModel):
 def side(model: Any, draft: str, name: str, working: int) -> Side:
     paper = asdict(kvcli.Profile.load("specextend-paper").spec.settings) | {"method": "model", "model": draft}
     without = {key: value for key, value in paper.items() if key not in OF_CHUNKS}
-    if retrieval := RETRIEVED.get(name):
-        return Side(model, paper | {"working": working} | retrieval)
+    if name in RETRIEVED:
+        return Side(model, paper | {"working": working} | RETRIEVED[name])
     if name == "window":
         return Side(model, without | {"working": working, "retrieval": "off"})
     whole = {key: value for key, value in without.items() if key not in ("sinks", "positions")}
