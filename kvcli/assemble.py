@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from kvcli.kv.cache.plan import CachePlan
     from kvcli.kv.companion import Companion
     from kvcli.kv.slots import KVCache, Slots
-    from kvcli.kv.views.view import CompactView
+    from kvcli.kv.views.view import CompactView, Selection
     from kvcli.methods.reuse.span_reuse import SpanReuse
     from kvcli.prefix_cache.prefix_cache import CacheConditions
 
@@ -320,11 +320,11 @@ def compact_view(lm: LM, kv: KVCache, policy: PerLayerPolicy, every: int) -> Com
     from kvcli.engine.policy.policy import LayerContext
     from kvcli.kv.views.view import CompactView
 
-    def pick(layer: int, q: Tensor, s: Slots) -> Tensor:
+    def pick(layer: int, q: Tensor, s: Slots, last: Selection) -> Tensor:
         now = int(s.pos.amax()) + 1  # the rows follow all stored slots
         recorded = q, s.pos.new_full((q.shape[1],), now).long()
         nothing = s.pos[0, :0], s.pos < s.pos  # no kinds, no protected slots
-        return policy.mask(s, LayerContext.of(lm, layer, "answering", now, now, recorded, *nothing))
+        return policy.mask(s, LayerContext.of(lm, layer, "answering", now, now, recorded, *nothing, last))
 
     return CompactView(kv, pick, every, lm.shapes, policy.reads_queries)
 

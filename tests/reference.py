@@ -10,7 +10,7 @@ from kvcli.kernels.attend import attend
 from kvcli.kernels.attend_invariant import NewRows, StoredKV
 from kvcli.kernels.merge_attention import PartialAttention
 from kvcli.kv.slots import AttentionParams, Slots, Tier, Usage, attend_new_only, compact, picked, visible
-from kvcli.kv.views.view import Pick
+from kvcli.kv.views.view import Pick, Selection
 
 
 class GatheredView:
@@ -32,7 +32,7 @@ class GatheredView:
     ) -> list[PartialAttention]:
         """Return partial attention of q [H, N, D] at positions pos [N] over kept slots and new KV."""
         all_slots = self._store.slots(layer)
-        s = compact(all_slots, self._pick(layer, q, all_slots))
+        s = compact(all_slots, self._pick(layer, q, all_slots, Selection()))
         if s.n_slots == 0:
             return attend_new_only(q, params, own)
         part = attend(q, s.k, s.v, params.scale, softcap=params.softcap, mask=visible(s.pos, pos, params.window))

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import copy
+
 import pytest
 import torch
 
 from kvcli.kernels.merge_attention import merge_attention
-from kvcli.kv.slots import AttentionParams, alike
+from kvcli.kv.cache.level import TierLevel
+from kvcli.kv.cache.tiered_cache import TieredCache
+from kvcli.kv.slots import AttentionParams, Slots, alike
 from kvcli.kv.tiers.dense import Dense
 from kvcli.kv.views.view import CompactView
 from kvcli.methods.policies.quest import Quest
@@ -29,7 +33,7 @@ def grown(kv: Dense, n: int, start: int = 0) -> None:
 
 
 def pick(policy):
-    return lambda layer, q, s: policy.mask(s, moment(s, q, layer))
+    return lambda layer, q, s, last: policy.mask(s, moment(s, q, layer, policy_state=last))
 
 
 def pair(policy, every: int) -> tuple[Dense, CompactView, GatheredView]:
@@ -113,6 +117,75 @@ def test_quest_reads_the_page_that_the_query_wants():
     mask = Quest(page=8, pages=1, sinks=1, recent=2).mask(kv.slots(0), moment(kv.slots(0), q))
     assert mask[0].nonzero().flatten().tolist() == [0, *range(16, 24), 62, 63]
     assert mask[1].sum() <= 8 + 3
+
+
+def bounds_by_loop(s: Slots, page: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """The specification of Quest's bounds, key by key: minimum and maximum [K, P, D] of each page."""
+    low = torch.full((s.k.shape[0], int(s.pos.max()) // page + 1, s.k.shape[2]), torch.inf)
+    high = -low
+    for head, row in enumerate(s.pos.tolist()):
+        for slot, pos in enumerate(row):
+            if pos >= 0:
+                low[head, pos // page] = torch.minimum(low[head, pos // page], s.k[head, slot])
+                high[head, pos // page] = torch.maximum(high[head, pos // page], s.k[head, slot])
+    return low, high
+
+
+def test_bounds_kept_per_page_are_those_of_all_keys_whatever_happens_to_the_cache():
+    policy, selections = Quest(page=4, pages=3, sinks=2, recent=5), 0
+
+    def compared(layer, q, s, last):
+        nonlocal selections
+        found = policy.mask(s, moment(s, q, layer, policy_state=last))
+        assert torch.equal(found, policy.mask(s, moment(s, q, layer)))
+        assert all(map(torch.equal, last.summary, bounds_by_loop(s, 4)))
+        selections += 1
+        return found
+
+    lower = make.dense((LAYERS, HEADS, DIM), torch.float32)
+    for kv in (
+        make.dense((LAYERS, HEADS, DIM), torch.float32),
+        TieredCache(make.dense((LAYERS, HEADS, DIM), torch.float32), [TierLevel(lower, 1 << 20)], holds=20),
+    ):
+        view = CompactView(kv, compared, 3, alike(LAYERS, HEADS, DIM))
+
+        def read(view: CompactView, at: int) -> None:
+            for layer in range(LAYERS):
+                view.attend(layer, rand(4, 3, DIM), AttentionParams(0.3), [at, at + 1, at + 2])
+
+        def write(n: int, at: int, kv=kv, view=view) -> None:
+            for start in range(at, at + n, 3):
+                grown(kv, 3, start)
+                read(view, start + 3)
+
+        write(60, 0)
+        fork = copy.deepcopy(view)
+        write(6, 60)
+        grown(fork._store, 6, 60)  # other tokens than in the first sequence
+        read(fork, 66)
+        kv.crop(31)  # other tokens at the positions of former ones
+        write(12, 31)
+        uneven = torch.ones(HEADS, kv.n_slots(0), dtype=torch.bool)
+        uneven[0, 3:17] = uneven[1, 8:11] = False
+        kv.compress([uneven] * LAYERS, 43)
+        write(12, 43)
+        read(view.rebind(fork._store), 66)
+        tables = sum(use.nbytes for use in view.usage()) - sum(use.nbytes for use in view._copy.usage())
+        assert tables == LAYERS * 2 * HEADS * 14 * DIM * 4, "pages of 55 tokens, minima and maxima"
+    assert selections > 120
+
+
+def test_keys_that_are_in_the_bounds_are_not_read_again():
+    kv, view, _ = pair(Quest(page=4, pages=3, sinks=0, recent=1), every=4)
+    grown(kv, 40)
+    view.attend(0, rand(4, 1, DIM), AttentionParams(1.0), [40])
+    before = view._last[0].summary[0].clone()
+    grown(kv, 4, 40)
+    kv.slots(0).k[:, :40] = torch.nan
+    view.attend(0, rand(4, 1, DIM), AttentionParams(1.0), [44])
+    low = view._last[0].summary[0]
+    assert torch.equal(low[:, :10], before)
+    assert torch.equal(low[:, 10], kv.slots(0).k[:, 40:].amin(1))
 
 
 def test_a_page_that_a_head_has_lost_is_not_chosen():

@@ -22,7 +22,7 @@ from kvcli.kv.slots import AttentionParams, LayerShape, Slots, alike, compact, l
 from kvcli.kv.sparse.settings import FullAttention
 from kvcli.kv.tiers.dense import Dense
 from kvcli.kv.tiers.dense_layer import DenseLayer
-from kvcli.kv.views.view import CompactView
+from kvcli.kv.views.view import CompactView, Selection
 from kvcli.settings.profile import load_profile
 from kvcli.settings.schema import Memory
 from tests import make
@@ -354,12 +354,12 @@ def test_the_newest_slots_are_those_stored_last(ragged: bool) -> None:
 def test_a_view_reads_what_is_picked_and_leaves_the_kv_cache_alone() -> None:
     kv = filled(37)
     q, pos = rows(5, 37)
-    whole = GatheredView(kv, lambda layer, q, s: s.pos >= 0)
+    whole = GatheredView(kv, lambda layer, q, s, last: s.pos >= 0)
     torch.testing.assert_close(read(whole, q, pos), read(kv, q, pos))
     s = kv.slots(1)
     out, _ = specified(q, s.k, s.v, 0.3, 0.0, uneven(s).unsqueeze(1).expand(-1, 5, -1), s.n_slots)
-    torch.testing.assert_close(read(GatheredView(kv, lambda layer, q, s: uneven(s)), q, pos), out)
-    assert GatheredView(kv, lambda layer, q, s: s.pos < 0).attend(1, q, AttentionParams(0.3), pos) == []
+    torch.testing.assert_close(read(GatheredView(kv, lambda layer, q, s, last: uneven(s)), q, pos), out)
+    assert GatheredView(kv, lambda layer, q, s, last: s.pos < 0).attend(1, q, AttentionParams(0.3), pos) == []
     assert kv.slots(1).n_slots == 37
 
 
@@ -430,7 +430,7 @@ def test_a_view_chooses_for_each_layer_even_where_slots_are_shared() -> None:
             k, v = (torch.randn(shape.n_kv_heads, 9, d, dtype=torch.float64) for d in (shape.k_dim, shape.v_dim))
             kv.append(layer, k, v, 0)
 
-    def pick(layer: int, q: Tensor, s: Slots) -> Tensor:
+    def pick(layer: int, q: Tensor, s: Slots, last: Selection) -> Tensor:
         return s.pos % 2 == layer // 2 % 2
 
     front, view = CompactView(kv, pick, 4, UNEVEN), GatheredView(kv, pick)

@@ -58,7 +58,7 @@ def reads(q: Tensor, k: Tensor, v: Tensor, params: AttentionParams, method: str,
     """Which slots of k, v [K, S, D] each row of q [K, G, N, D] reads, [K, N, S]."""
     tier = Dense([LayerShape(k.shape[0], k.shape[2], v.shape[2])], k.dtype)
     tier.append(0, k, v, 0)
-    index = method_class(registries()["sparse"][method])().index()
+    index = method_class(registries()["sparse"][method])()
     pages = Pages(index, PageBudget(share, 1, 0, 0))
     pages.settle(0, tier)
     score = index.score(q.flatten(1, 2), pages.kept, pages.shared, params).view(*q.shape[:3], -1)

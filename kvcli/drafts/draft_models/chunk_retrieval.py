@@ -30,12 +30,9 @@ if TYPE_CHECKING:
     from kvcli.engine.hf.lm import LM
     from kvcli.engine.stats import Step
 
-# Chunk scores: attention of the target model's last accepted token to each chunk of a sequence (SpecExtend's
-# cross-model retrieval, arXiv 2505.20776).
-#
-# The paper makes the last layer dense in every scoring pass, for all rows over the whole sequence. Here the pass is
-# unchanged, and the softmax of one row is computed afterwards over the stored keys. This needs memory for one row only,
-# works with every KV format, and changes no bit of the pass.
+# Chunk scores: attention of the target model's last accepted token to each chunk (SpecExtend's cross-model retrieval).
+# The paper makes the last layer of the pass dense for all rows. Here the softmax of one row is computed after the pass,
+# over the stored keys: this needs memory for one row, works with every KV format, and changes no bit of the pass.
 
 STAYS = 1.1  # a stored chunk is replaced by one with more than this multiple of its score
 

@@ -29,10 +29,9 @@ class JacobiWindow:
         self._random = Random(0)
         self._tokens: list[list[int]] = []  # [levels][width]; the corner is the pending token's and not used
         self._age = 0  # passes since the window was filled
-        places = [(level, column) for level, column in product(range(self.levels), range(width)) if level or column]
-        self._offset = [level + column for level, column in places]
-        self._order = places
-        self._last = [i for i, (level, _) in enumerate(places) if level == self.levels - 1]
+        self._order = [place for place in product(range(self.levels), range(width)) if any(place)]  # level, column
+        self._offset = [level + column for level, column in self._order]
+        self._last = [i for i, (level, _) in enumerate(self._order) if level == self.levels - 1]
         self._sees: Tensor | None = None  # [F, F] bool, constant
 
     @property

@@ -60,7 +60,7 @@ class LayerContext:
     softcap: float = 0.0  # > 0: attention scores become softcap * tanh(score / softcap)
     window: int | None = None  # sliding window of this layer in tokens; None = all
     sink: Tensor | None = None  # [H] learned sink logits, which take attention but have no value (gpt-oss)
-    policy_state: Any = None  # the policy's state for the sequence
+    policy_state: Any = None  # the policy's state for the sequence; in a cache view, the last `Selection`
 
     @classmethod
     def of(

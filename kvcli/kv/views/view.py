@@ -9,7 +9,7 @@ committed in between are added. A view affects the cost of drafts, never the gen
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 
 from torch import Tensor
@@ -20,7 +20,19 @@ from kvcli.kv.slots import AttentionParams, KVCache, LayerShape, Slots, Usage, a
 from kvcli.kv.tiers.dense import Dense
 from kvcli.kv.tiers.device_tables import DeviceCache
 
-Pick = Callable[[int, Tensor, Slots], Tensor]  # layer, q [H, N, D], slots -> keep mask [K, S]
+
+@dataclass(slots=True)
+class Selection:
+    """The last selection of a layer's slots. It starts anew when stored slots were evicted or moved."""
+
+    changes: int = -1  # `changes` of the cache
+    n: int = 0  # slots of the longest head, all of which the selection rule has seen
+    summary: tuple[Tensor, ...] = ()  # values that the rule keeps of these slots
+    seen: int = 0  # slots of the longest head that are in the copy or were not selected
+    end: int = 0  # position after the newest slot
+
+
+Pick = Callable[[int, Tensor, Slots, Selection], Tensor]  # layer, q [H, N, D], slots, the last one -> keep mask [K, S]
 
 
 class CompactView:
@@ -32,14 +44,10 @@ class CompactView:
         self, store: KVCache, pick: Pick, every: int, shapes: Sequence[LayerShape], by_queries: bool = True
     ) -> None:
         """`by_queries`: `pick` reads the queries."""
-        self._store, self._pick, self._every, self._by_queries = store, pick, every, by_queries
-        self._shapes, n_layers = shapes, len(shapes)
+        self._store, self._pick, self._every, self._by_queries, self._shapes = store, pick, every, by_queries, shapes
         device = store.slots(0).k.device
         self._copy = Dense([replace(shape, shared_from=None) for shape in shapes], store.dtype, device, step=self.STEP)
-        self._changes = [-1] * n_layers  # `changes` of the cache when the layer was copied
-        self._seen = [0] * n_layers  # slots of the longest head in the cache that the view has processed
-        self._chosen = [0] * n_layers  # slots of the longest head at the last selection
-        self._end = [0] * n_layers  # position after the newest slot
+        self._last = [Selection() for _ in shapes]  # by layer
 
     def rebind(self, store: KVCache) -> CompactView:
         """Return a view with the same selection rule over another KV cache, with no slots copied yet."""
@@ -55,21 +63,27 @@ class CompactView:
         return replace(tables, grew=partial(self._grew, tables.grew))
 
     def _is_due(self, layer: int) -> bool:
-        is_stale = self._store.changes != self._changes[layer]
-        return is_stale or self._store.n_slots(layer) - self._chosen[layer] >= self._every
+        is_stale = self._store.changes != self._last[layer].changes
+        return is_stale or self._store.n_slots(layer) - self._last[layer].n >= self._every
 
     def _refresh(self, layer: int, q: Tensor | None = None) -> None:
-        n = self._store.n_slots(layer)
+        n, last = self._store.n_slots(layer), self._last[layer]
         if n and self._is_due(layer):
+            if last.changes != self._store.changes:
+                last = self._last[layer] = Selection()
             slots = self._store.slots(layer)
-            self._choose(layer, slots.k[:, :0] if q is None else q, slots)
-        elif n > self._seen[layer]:
-            self._join(layer, self._store.newest(layer, n - self._seen[layer]))
+            mask = self._pick(layer, slots.k[:, :0] if q is None else q, slots, last)
+            self._copy.put(layer, compact(slots, mask))
+            last.changes, last.n, last.seen, last.end = self._store.changes, n, n, int(slots.pos.max()) + 1
+        elif n > last.seen:  # slots committed since the selection are the same tokens for every head
+            fresh = self._store.newest(layer, n - last.seen)
+            self._copy.append(layer, fresh.k, fresh.v, last.end)
+            last.seen, last.end = n, last.end + fresh.n_slots
 
     def _grew(self, grew: Callable[[int, int], None], n: int, start: int) -> None:
         grew(n, start)
-        self._seen = [seen + n for seen in self._seen]
-        self._end = [start + n] * len(self._end)
+        for last in self._last:
+            last.seen, last.end = last.seen + n, start + n
 
     def attend(
         self, layer: int, q: Tensor, params: AttentionParams, pos: Sequence[int], own: NewRows | None = None
@@ -81,18 +95,6 @@ class CompactView:
         return self._copy.attend(layer, q, params, pos, own)
 
     def usage(self) -> list[Usage]:
-        """Return the memory use of the copy, as tier "view"."""
-        return [replace(use, tier="view") for use in self._copy.usage()]
-
-    def _choose(self, layer: int, q: Tensor, slots: Slots) -> None:
-        kept = compact(slots, self._pick(layer, q, slots))
-        self._copy.put(layer, kept)
-        self._changes[layer] = self._store.changes
-        self._seen[layer] = self._chosen[layer] = slots.n_slots
-        self._end[layer] = int(slots.pos.max()) + 1
-
-    def _join(self, layer: int, fresh: Slots) -> None:
-        """Append slots committed since the selection, the same tokens for every head."""
-        self._copy.append(layer, fresh.k, fresh.v, self._end[layer])
-        self._seen[layer] += fresh.n_slots
-        self._end[layer] += fresh.n_slots
+        """Return the memory use of the copy and of summaries, as tier "view"."""
+        of = [sum(t.nbytes for t in last.summary) for last in self._last]
+        return [replace(use, tier="view", nbytes=use.nbytes + of[use.layer]) for use in self._copy.usage()]

@@ -29,9 +29,9 @@ class ViewSettings(DraftSettings):
         return super().ignored_keys() | dict.fromkeys(of[self.view], "view")
 
     def view_slots(self, n: int) -> int:
-        """Return how many of n slots per head the cache view copies."""
-        pages = self.page * self.pages if self.view == "quest" else 0
-        return 0 if self.view == "all" else min(n, self.sinks + self.recent + pages + self.refresh)
+        """Return how many of n slots per head the cache view copies; the bounds of a page of "quest" count as one."""
+        pages, bounds = (self.page * self.pages, -(-n // self.page)) if self.view == "quest" else (0, 0)
+        return 0 if self.view == "all" else min(n, self.sinks + self.recent + pages + self.refresh) + bounds
 
     def glance(self) -> ViewSpec | None:
         """Return the cache view; None = the whole KV cache."""

@@ -7,6 +7,7 @@ chooses per query head. Sinks and the newest tokens are always read.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, ClassVar
 
@@ -18,6 +19,7 @@ if TYPE_CHECKING:
 
     from kvcli.engine.policy.policy import LayerContext
     from kvcli.kv.slots import Slots
+    from kvcli.kv.views.view import Selection
 
 
 @dataclass(frozen=True)
@@ -39,25 +41,38 @@ class Quest(PerLayerPolicy):
         """Select by the current queries; in a cache view these are the queries of the running forward pass."""
         import torch
 
-        q = at.q
-        n_kv, n_slots, dim = s.k.shape
+        from kvcli.kv.sparse.index import box_scores
+        from kvcli.kv.views.view import Selection
+
         mask = ProtectedTokens(self.sinks, self.recent).covers(s.pos, at.kinds)
-        if not n_slots or not q.shape[1]:
+        if not s.n_slots or not at.q.shape[1]:
             return mask
-        page = (s.pos.clamp(min=0) // self.page).long()  # [K, S]
-        count = int(page.max()) + 1
-        wide = page.unsqueeze(-1).expand(-1, -1, dim)
-        empty = (s.pos < 0).unsqueeze(-1)
-        low = s.k.new_full((n_kv, count, dim), torch.inf)
-        high = s.k.new_full((n_kv, count, dim), -torch.inf)
-        low.scatter_reduce_(1, wide, s.k.masked_fill(empty, torch.inf), "amin")
-        high.scatter_reduce_(1, wide, s.k.masked_fill(empty, -torch.inf), "amax")
-        held = (low <= high).all(-1)  # [K, P]; a page without stored slots of a head has no bounds
-        rows = q.to(s.k.dtype).reshape(n_kv, -1, dim)  # [K, G*w, D]
-        low, high = (t.masked_fill(~held.unsqueeze(-1), 0) for t in (low, high))
-        # sum over channels of max(q·low, q·high): positive parts of q times maxima, negative parts times minima
-        bound = rows.clamp(min=0) @ high.transpose(1, 2) + rows.clamp(max=0) @ low.transpose(1, 2)  # [K, G*w, P]
-        score = bound.amax(1).masked_fill(~held, -torch.inf)
-        best = score.topk(min(self.pages, count), dim=1).indices
+        low, high = self._bounds(s, at.policy_state or Selection())
+        held = low[..., 0] <= high[..., 0]  # [K, P]; a page without stored slots of a head has no bounds
+        rows = at.q.to(s.k.dtype).reshape(s.k.shape[0], -1, s.k.shape[2])  # [K, G*w, D]
+        score = box_scores(rows, low, high).amax(1).masked_fill(~held, -torch.inf)
+        best = score.topk(min(self.pages, held.shape[1]), dim=1).indices
         chosen = torch.zeros_like(held).scatter_(1, best, True)
-        return (mask | chosen.gather(1, page)) & (s.pos >= 0)
+        return (mask | chosen.gather(1, self._page_of(s))) & (s.pos >= 0)
+
+    def _bounds(self, s: Slots, last: Selection) -> tuple[Tensor, ...]:
+        """Return the minimum and maximum [K, P, D] of the keys of each page. Those of the last selection are continued,
+        so that only keys stored since are read."""
+        from torch.nn.functional import pad
+
+        from kvcli.kv.slots import last as newest
+
+        new = newest(s, s.n_slots - last.n)
+        if new.n_slots:
+            page, empty = self._page_of(new), (new.pos < 0).unsqueeze(-1)
+            old, wide = last.summary or (s.k[:, :0], s.k[:, :0]), page.unsqueeze(-1).expand_as(new.k)
+            grow = (0, 0, 0, max(0, int(page.max()) + 1 - old[0].shape[1]))
+            low, high = (
+                pad(t, grow, value=none).scatter_reduce_(1, wide, new.k.masked_fill(empty, none), how)
+                for t, none, how in zip(old, (math.inf, -math.inf), ("amin", "amax"), strict=True)
+            )
+            last.summary = low, high
+        return last.summary
+
+    def _page_of(self, s: Slots) -> Tensor:
+        return (s.pos.clamp(min=0) // self.page).long()  # [K, S]

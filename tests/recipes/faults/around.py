@@ -608,4 +608,25 @@ FAULTS = [
         "        pass\n",
         "tests/heads/test_auto_headmap.py::test_the_map_is_that_of_the_command_and_is_made_once",
     ),
+    Fault(
+        "QV1",
+        "kvcli/kv/views/view.py",
+        "last = self._last[layer] = Selection()",
+        "pass",
+        "tests/test_compact_view.py::test_bounds_kept_per_page_are_those_of_all_keys_whatever_happens_to_the_cache",
+    ),
+    Fault(
+        "QV2",
+        "kvcli/methods/policies/quest.py",
+        "newest(s, s.n_slots - last.n)",
+        "s",
+        "tests/test_compact_view.py::test_keys_that_are_in_the_bounds_are_not_read_again",
+    ),
+    Fault(
+        "QV3",
+        "kvcli/methods/policies/quest.py",
+        "max(0, int(page.max()) + 1 - old[0].shape[1])",
+        "int(page.max()) + 1",
+        "tests/test_compact_view.py::test_bounds_kept_per_page_are_those_of_all_keys_whatever_happens_to_the_cache",
+    ),
 ]
