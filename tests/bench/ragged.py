@@ -41,7 +41,7 @@ def pass_of(sessions: list[Any], rows: int) -> float:
 @measurement(
     "Passes of {model}: {texts} texts with one row each, and one text with {texts} rows",
     columns=["context", "texts ms", "rows ms", "texts over rows", "at most saved"],
-    note="CPU time. In brackets: least and most. At most saved: the difference at the shortest context, over this pass.",
+    note="CPU time. In brackets: least and most. At most saved: the difference at the first context, over this pass.",
 )
 def ragged(model: str = "demo", texts: int = 8, contexts: Ints = (16, 512, 2048), reps: int = 15) -> Table:
     torch.set_num_threads(1)

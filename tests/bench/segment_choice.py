@@ -2,10 +2,10 @@
 
     python tests/bench/segment_choice.py [--model demo] [--texts 8] [--length 2048] [--shares 0.125,0.25] [--out FILE]
 
-A segment is the newest 256 tokens of a held-out text; pages have 32. Scores of pages are those of kvcli's method. "largest
-of heads" ranks by the largest share in any query head of a KV head, as kvcli does; "mean of heads" and "mean, a quarter
-of the layer below" are the published code's rules; "the attention itself" is the bound. attention: share of a row's
-attention to earlier segments that the read pages hold, mean over layers, heads and rows.
+A segment is the newest 256 tokens of a held-out text; pages have 32. Scores of pages are those of kvcli's method.
+"largest of heads" ranks by the largest share in any query head of a KV head, as kvcli does; "mean of heads" and "mean,
+a quarter of the layer below" are the published code's rules; "the attention itself" is the bound. attention: share of
+a row's attention to earlier segments that the read pages hold, mean over layers, heads and rows.
 """
 
 from __future__ import annotations

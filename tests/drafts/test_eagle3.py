@@ -142,7 +142,7 @@ def test_training_unrolls_what_drafting_does() -> None:
 
 
 def test_training_learns_and_goes_on_where_it_stopped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Training loses less on its own texts than the head that it began with, is the same if training was interrupted, and
+    """A trained head loses less on its texts than one that was only begun, is the same if training was interrupted, and
     opens as a published one does."""
     for name, value in {"WINDOW": 24, "ASKED": 24, "UNROLLED": 2, "HELD": 4}.items():
         monkeypatch.setattr(eagle3, name, value)
