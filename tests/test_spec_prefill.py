@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from functools import cache
+from random import Random
 from types import SimpleNamespace
 from typing import Any
 
@@ -11,6 +12,7 @@ import pytest
 import torch
 
 import kvcli
+from kvcli.demo.report import write_report
 from kvcli.engine.drafting.drafter import ModelPair
 from kvcli.engine.engine import iterate_events, run_to_end
 from kvcli.engine.hf.lm import LM
@@ -23,7 +25,7 @@ from tests import families, make, small_tokenizers
 from tests.bench.spec_prefill import chosen, importance
 
 torch.set_num_threads(1)
-PLAIN = SpecPrefill(model="small", keep=0.3, chunk=4, pool=3, recent=1, sinks=0, protect=False, min_prompt=8)
+PLAIN = SpecPrefill(model="small", keep=0.3, chunk=4, pool=3, recent=1, sinks=0, protect=False, min_prompt=8, ahead=0)
 N = 61
 
 
@@ -170,3 +172,20 @@ def test_without_the_draft_model_all_is_read_and_that_is_said(monkeypatch: pytes
     with kvcli.load("demo", "exact", set=OF_DEMO | {"prune.model": "demo-small"}) as model:
         assert "prune.method is none: draft model demo-small cannot be loaded: out of memory" in model.cautions
         assert not model.profile.prune.describe_read
+
+
+def test_a_chat_finds_what_the_draft_model_writes_of() -> None:
+    """In a chat a prompt ends with the template; what asks for the fact are the tokens that are written after it."""
+    changes = {
+        "exactness": "approx",
+        "prune.method": "spec_prefill",
+        "prune.model": "demo-small",
+        "prune.min_prompt": 64,
+    }
+    asked = f"{write_report(Random('q0'), 1500, 0.35).text}\n\n{{}}"
+    found = {}
+    for ahead in (0, 8):
+        with kvcli.load("demo", profile="exact", set={**changes, "prune.ahead": ahead}) as model:
+            found[ahead] = model.chat().send(asked.format("What is the stock of depot Danmar?")).text
+    assert "83 carts of salt" in found[8]
+    assert "83 carts of salt" not in found[0]

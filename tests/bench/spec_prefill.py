@@ -8,7 +8,7 @@ shares of attention are averaged over 13 neighbours in each head; a token's scor
 layer, and then the mean over rows. The model that answers reads the chunks of 32 tokens with the highest mean scores,
 at their own positions, up to a share of the prompt, and nothing else.
 
-Sides of each share: `method` is kvcli's own, `prune.method = "spec_prefill"` as it comes, which looks ahead at no token
+Sides of each share: `method` is kvcli's own, `prune.method = "spec_prefill"` with `prune.ahead = 0`,
 and keeps protected tokens beside the share. `draft` is the rule above in its plainest form, which tests hold it to,
 `draft, guarded` keeps the first 4 and the newest 64 tokens beside it within the
 same share, `lots` draws the chunks instead, `lazy` is LazyLLM with one cut, early enough for the same share as a mean
@@ -198,7 +198,7 @@ def spec_prefill(
     for share in shares:
         for side in sides:
             if side == "method":
-                table = {"method": "spec_prefill", "model": draft, "keep": share, "min_prompt": 1}
+                table = {"method": "spec_prefill", "model": draft, "keep": share, "min_prompt": 1, "ahead": 0}
                 makers[f"{side} {share}"] = partial(answered, pruned(whole, table))
             elif side != "lazy":
                 makers[f"{side} {share}"] = partial(by_draft, whole, judge, share=share, side=side)
